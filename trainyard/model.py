@@ -11,6 +11,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Literal
 
+DEBIAN_STUBS = "/usr/lib/x86_64-linux-gnu/stubs"
 Provider = Literal["debian", "pip", "nvidia"]
 
 
@@ -119,6 +120,8 @@ class Row:
     features: frozenset[str]
     unlisted: str | None  # the reason, where the row uses versions that compat/ does not list
     notes: tuple[str, ...]  # sentences for ``explain``: what was decided and why
+    requirements: tuple[str, ...] = ()  # packages DeepSpeed needs and does not declare: setuptools
+    env: tuple[tuple[str, str], ...] = ()  # variables DeepSpeed needs in the image
 
     # -- named conditions, for templates and messages ------------------------------------
     @property
@@ -154,6 +157,43 @@ class Row:
     def needs_own_gcc(self) -> bool:
         """nvcc does not accept the base's default gcc, so an older one is installed."""
         return self.toolkit is not None and self.toolkit.gcc != self.base.gcc
+
+    @property
+    def uses_debian_toolkit(self) -> bool:
+        return self.toolkit is not None and self.toolkit.provider == "debian"
+
+    @property
+    def uses_pip_toolkit(self) -> bool:
+        return self.toolkit is not None and self.toolkit.provider == "pip"
+
+    @property
+    def kernel_gcc(self) -> int:
+        """Major of the compiler that builds C++ and hosts nvcc."""
+        return self.toolkit.gcc if self.toolkit else self.base.gcc
+
+    @property
+    def site_packages(self) -> str:
+        return f"/opt/venv/lib/python{self.python}/site-packages"
+
+    @property
+    def cuda_home(self) -> str:
+        """Where the toolkit lies in a -devel image."""
+        return "/usr" if self.uses_debian_toolkit else f"{self.site_packages}/nvidia/cu13"
+
+    @property
+    def build_cuda_home(self) -> str:
+        """Where the toolkit lies while kernels are built."""
+        return "/usr" if self.uses_debian_toolkit else "/opt/build/nvidia/cu13"
+
+    @property
+    def cuda_stubs(self) -> str:
+        """The folder of a -devel image with a libcuda.so to link against where no driver is."""
+        return DEBIAN_STUBS if self.uses_debian_toolkit else f"{self.cuda_home}/stubs"
+
+    @property
+    def build_cuda_stubs(self) -> str:
+        """The same while kernels are built."""
+        return DEBIAN_STUBS if self.uses_debian_toolkit else f"{self.build_cuda_home}/stubs"
 
     @cached_property
     def torch_arch_list(self) -> str:

@@ -1,0 +1,55 @@
+# Everything here is also `python build.py VERB`; make only brings the environment along.
+#   make build MATRIX=cu121-pt29      MATRIX: ids, globs and commas, or all
+MATRIX ?=
+# What `make test` builds and trains in.
+TEST_MATRIX ?= cpu-pt213,cu121-pt29
+BUILD := .venv/bin/python build.py
+
+.DEFAULT_GOAL := help
+.PHONY: help build test list explain lock render plan check unit doctor clean clean-all engine-stop venv
+
+help: ## show this text
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+build: venv ## build MATRIX (default: the matrix's default) and print what was built
+	@$(BUILD) build '$(MATRIX)'
+
+test: venv ## lint, types, unit tests, then build and test MATRIX (default: cpu-pt213,cu121-pt29)
+	@$(MAKE) --no-print-directory check
+	@$(BUILD) test --keep-going '$(or $(MATRIX),$(TEST_MATRIX))'
+
+list: venv ## list the images of the matrix
+	@$(BUILD) list '$(MATRIX)'
+
+explain: venv ## say what MATRIX will hold and why, without building
+	@$(BUILD) explain '$(MATRIX)'
+
+lock: venv ## lock the Python packages of MATRIX (default: all)
+	@$(BUILD) lock '$(MATRIX)'
+
+render: venv ## render the Dockerfiles of MATRIX (default: all)
+	@$(BUILD) render '$(MATRIX)'
+
+plan: venv ## say what `make build` would build, and why
+	@$(BUILD) plan '$(MATRIX)'
+
+doctor: venv ## look at this host: engine, disk, registry, proxy, GPUs
+	@$(BUILD) doctor '$(MATRIX)'
+
+check: venv ## lint, types, drift and unit tests: no engine needed
+	@scripts/check
+
+unit: venv ## unit tests only
+	@.venv/bin/python -m pytest -q tests/unit
+
+clean: venv ## remove out/
+	@$(BUILD) clean
+
+clean-all: venv ## remove out/ and every image and cache of the private engine
+	@$(BUILD) clean --all
+
+engine-stop: venv ## stop the private engine; images stay
+	@$(BUILD) engine-stop
+
+venv:
+	@scripts/bootstrap

@@ -1,0 +1,134 @@
+"""Build one row: image, measurement, gate, and only then the tag."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from trainyard import gate, manifest
+from trainyard.engine import BuildRequest, Engine
+from trainyard.hostenv import Say, find_ca, silent, wheelhouse_dirs
+from trainyard.model import Row, StepFailed
+from trainyard.plan import CONTENTS_LABEL, Item
+
+#: Where an image waits for its gate; never a name that anybody pulls.
+CANDIDATE = "trainyard-candidate"
+
+
+def need_bytes(row: Row) -> int:
+    """Disk that building the row from nothing takes at its peak, caches included; measured."""
+    if row.is_cpu:
+        return 8 * 10**9
+    return (26 if row.has_deepspeed else 18) * 10**9
+
+
+def build(
+    item: Item,
+    root: Path,
+    engine: Engine,
+    say: Say = silent,
+    on_step: Callable[[str], None] = lambda _: None,
+) -> dict[str, Any]:
+    """Build, measure and gate; move the row's tag; return the manifest.
+
+    Raises StepFailed where any of them fails; the row's tag and its old manifest stay as they were.
+    """
+    row = item.row
+    out = root / "out" / row.id
+    candidate = f"{CANDIDATE}:{row.id}"
+    started = time.monotonic()
+    try:
+        image_id = engine.build(_request(item, root, out / "build.log", tag=candidate), on_step)
+        on_step("measuring")
+        origin = manifest.Origin(
+            row.id, item.contents_id, item.base.facts(), build_seconds=time.monotonic() - started
+        )
+        found = manifest.measure(engine, image_id, origin)
+        if different := gate.differences(row, found):
+            rejected = manifest.write(found, out / "rejected")
+            raise StepFailed(
+                f"{row.id}: the image is not what the row says; its tag stays where it was\n"
+                + "\n".join(f"  - {one}" for one in different)
+                + f"\nMeasured: {rejected}"
+            )
+        engine.tag(image_id, "trainyard", row.id)
+        manifest.write(found, out)
+        return found
+    finally:
+        engine.untag(candidate)
+
+
+def build_twin(item: Item, root: Path, engine: Engine, on_step: Callable[[str], None]) -> Path:
+    """Build the CPU twin of a CUDA row and unpack it to ``out/<id>/twin``; return the folder."""
+    out = root / "out" / item.row.id
+    fresh = out / "twin.part"
+    shutil.rmtree(fresh, ignore_errors=True)
+    engine.build(
+        _request(item, root, out / "twin.log", target="twin", unpack_to=fresh), on_step
+    )
+    shutil.rmtree(out / "twin", ignore_errors=True)
+    return fresh.rename(out / "twin")
+
+
+def _request(
+    item: Item,
+    root: Path,
+    log: Path,
+    tag: str | None = None,
+    target: str | None = None,
+    unpack_to: Path | None = None,
+) -> BuildRequest:
+    row = item.row
+    ca = find_ca()
+    contexts = _wheelhouse(row, root)
+    args = {"BASE": item.base.ref}
+    if contexts:
+        args["TORCH_INDEX"] = ""
+    return BuildRequest(
+        dockerfile=root / "images" / row.id / "Dockerfile",
+        context=root,
+        log=log,
+        args=args,
+        labels={} if target else _labels(item),
+        secrets={"ca": ca} if ca else {},
+        contexts=contexts,
+        target=target,
+        tag=tag,
+        unpack_to=unpack_to,
+    )
+
+
+def _labels(item: Item) -> dict[str, str]:
+    """What is known only now: everything else is in the Dockerfile."""
+    return {
+        CONTENTS_LABEL: item.contents_id,
+        "org.opencontainers.image.base.digest": item.base.digest,
+        "dev.trainyard.base.origin": item.base.origin,
+    }
+
+
+def _wheelhouse(row: Row, root: Path) -> dict[str, Path]:
+    """The host's wheels that the row's lock names, in a folder of their own.
+
+    Only those: a wheelhouse can hold hundreds of gigabytes that no build needs.
+    """
+    if row.torch.on_pypi:
+        return {}
+    wanted = f"torch-{row.torch.version}+{row.torch.build}-"
+    found = [
+        path
+        for folder in wheelhouse_dirs()
+        for path in folder.glob("torch-*.whl")
+        if path.name.replace("%2B", "+").startswith(wanted)
+    ]
+    if not found:
+        return {}
+    picked = root / "out" / row.id / "wheelhouse"
+    shutil.rmtree(picked, ignore_errors=True)
+    picked.mkdir(parents=True)
+    for path in found:
+        shutil.copy2(path, picked)
+    return {"wheelhouse": picked}

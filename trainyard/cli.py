@@ -1,0 +1,446 @@
+"""The command line: the only module that prints.
+
+Exit codes: 0 done, 1 a build, test or gate failed, 2 the input is wrong, 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import signal
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from types import FrameType
+from typing import Any, NoReturn
+
+import click
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from trainyard import bases, builder, daemon, doctor, explain, lock, manifest, matrix, render, resolve, suites
+from trainyard.engine import Engine, connect
+from trainyard.hostenv import wheelhouse_dirs
+from trainyard.model import InputError, Row, StepFailed
+from trainyard.plan import Item, check_generated
+from trainyard.plan import plan as make_plan
+
+ROOT = Path(__file__).resolve().parents[1]
+SELECTION_HELP = "SELECTION: ids, globs and commas, or `all`; the matrix's default where it is empty."
+
+out = Console(highlight=False, soft_wrap=True)
+err = Console(stderr=True, highlight=False, soft_wrap=True)
+
+
+@dataclass
+class App:
+    """What every verb starts from."""
+
+    path: Path
+
+    @cached_property
+    def matrix(self) -> matrix.Matrix:
+        return matrix.load(self.path)
+
+    @cached_property
+    def rows(self) -> tuple[Row, ...]:
+        return resolve.rows(self.matrix)
+
+    def select(self, words: Sequence[str], default: str | None = None) -> tuple[Row, ...]:
+        chosen = ",".join(word for word in words if word)
+        return resolve.select(self.rows, chosen, default or self.matrix.default)
+
+
+def say(text: str) -> None:
+    """Progress for people: to stderr, so that stdout stays what was asked for."""
+    err.print(f"[dim]{escape(text)}[/dim]")
+
+
+def examples(*lines: str) -> str:
+    """The end of a verb's help."""
+    return "\b\nExamples:\n" + "\n".join(f"  python build.py {line}" for line in lines)
+
+
+@click.group(
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+    epilog=examples("list", "explain cu121-pt29", "build cpu-pt213", "test 'cu*'", "doctor"),
+)
+@click.option(
+    "--matrix",
+    "path",
+    type=click.Path(path_type=Path, dir_okay=False),
+    default=ROOT / "matrix.yaml",
+    help="The matrix to use instead of matrix.yaml.",
+)
+@click.pass_context
+def main(context: click.Context, path: Path) -> None:
+    """Build LLM-training images that have trained with ZeRO-3 before anybody pulls them."""
+    context.obj = App(path)
+
+
+def selection(function: Callable[..., None]) -> Callable[..., None]:
+    return click.argument("selection", nargs=-1)(function)
+
+
+as_json = click.option("--json", "json_", is_flag=True, help="Print JSON.")
+
+
+@main.command("list", epilog=examples("list", "list 'cu*'", "list --json"))
+@selection
+@as_json
+@click.pass_obj
+def list_(app: App, selection: tuple[str, ...], json_: bool) -> None:
+    """List the images: what is inside, which drivers run it, built or not.
+
+    SELECTION: ids, globs and commas; everything where it is empty.
+    """
+    rows = app.select(selection, default="all")
+    found = [_listed(row) for row in rows]
+    if json_:
+        click.echo(json.dumps(found, indent=2))
+        return
+    table = Table(box=None, header_style="bold", pad_edge=False)
+    for name in ("ID", "TORCH", "CUDA", "CUDNN", "NCCL", "DEEPSPEED", "OPS", "NVIDIA-SMI", "DRIVER", "BUILT"):
+        table.add_column(name)
+    for one in found:
+        table.add_row(
+            one["id"],
+            one["torch"],
+            one["cuda"] or "-",
+            one["cudnn"] or "-",
+            one["nccl"] or "-",
+            one["deepspeed"] or "-",
+            str(one["ops"]) if one["ops"] else "-",
+            f">= {one['cuda_level']}" if one["cuda_level"] else "-",
+            f">= {one['driver_floor']}" if one["driver_floor"] else "-",
+            one["built"] or "no",
+        )
+    out.print(table)
+
+
+def _listed(row: Row) -> dict[str, Any]:
+    built = manifest.read(ROOT / "out" / row.id)
+    return {
+        "id": row.id,
+        "torch": row.torch.version,
+        "build": row.torch.build,
+        "cuda": row.torch.cuda,
+        "cudnn": row.cudnn,
+        "nccl": row.nccl,
+        "python": row.python,
+        "base": row.base.name,
+        "deepspeed": row.deepspeed,
+        "ops": len(row.ops),
+        "cuda_level": row.cuda_level,
+        "driver_floor": row.driver_floor,
+        "features": sorted(row.features),
+        "built": f"{size(built['size_bytes'])}, {built['built_at'][:10]}" if built else None,
+    }
+
+
+@main.command("explain", epilog=examples("explain cu121-pt29", "explain cpu-pt213 --json"))
+@selection
+@as_json
+@click.pass_obj
+def explain_(app: App, selection: tuple[str, ...], json_: bool) -> None:
+    """Say what will be inside and why, without building.
+
+    SELECTION: ids, globs and commas, or `all`; the matrix's default where it is empty.
+    """
+    rows = app.select(selection)
+    if json_:
+        click.echo(json.dumps([explain.as_json(row) for row in rows], indent=2))
+        return
+    click.echo("\n\n".join(explain.explain(row).rstrip() for row in rows))
+
+
+@main.command("lock", epilog=examples("lock", "lock --check", "lock cu121-pt29 --upgrade"))
+@selection
+@click.option("--check", is_flag=True, help="Only say which locks are stale and why; exit code 1 if any is.")
+@click.option("--upgrade", is_flag=True, help="Take the newest versions that the rows allow.")
+@click.option(
+    "--wheelhouse",
+    type=click.Path(path_type=Path, file_okay=False, exists=True),
+    multiple=True,
+    help="A folder with wheels that PyPI does not carry; PIP_FIND_LINKS counts too.",
+)
+@click.pass_obj
+def lock_(
+    app: App, selection: tuple[str, ...], check: bool, upgrade: bool, wheelhouse: tuple[Path, ...]
+) -> None:
+    """Lock every Python package with its hashes, for all rows or a SELECTION."""
+    rows = app.select(selection, default="all")
+    stale = 0
+    for one in [lock.uv_lock(ROOT / "images"), *(part for row in rows for part in lock.locks(row, ROOT / "images"))]:
+        why = one.why_stale()
+        name = one.path.relative_to(ROOT)
+        if check and why:
+            stale += 1
+            out.print(f"{name}: stale: {escape(why)}")
+        elif not check and (why or upgrade):
+            say(f"{name}: locking ({why or 'newest versions'})")
+            lock.make(one, wheelhouse or wheelhouse_dirs(), upgrade=upgrade)
+    if check:
+        out.print(f"{stale} stale" if stale else "all locks are current")
+        sys.exit(1 if stale else 0)
+
+
+@main.command("render", epilog=examples("render", "render --check", "render cpu-pt213"))
+@selection
+@click.option("--check", is_flag=True, help="Only say which Dockerfiles differ; exit code 1 if any does.")
+@click.pass_obj
+def render_(app: App, selection: tuple[str, ...], check: bool) -> None:
+    """Render images/<id>/Dockerfile for all rows or a SELECTION."""
+    rows = app.select(selection, default="all")
+    drift = [path for row in rows if (path := _render_one(row, check))]
+    if not selection:
+        drift += _strangers({row.id for row in rows}, check)
+    for path in drift:
+        out.print(f"{path.relative_to(ROOT)}: {'differs from the matrix and templates' if check else 'written'}")
+    if check:
+        out.print(f"{len(drift)} differ" if drift else "all Dockerfiles are current")
+        sys.exit(1 if drift else 0)
+
+
+def _render_one(row: Row, check: bool) -> Path | None:
+    path = ROOT / "images" / row.id / "Dockerfile"
+    text = render.render(row, ROOT)
+    if path.exists() and path.read_text() == text:
+        return None
+    if not check:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return path
+
+
+def _strangers(ids: set[str], check: bool) -> list[Path]:
+    """Folders of rows that the matrix no longer has."""
+    found = [path for path in (ROOT / "images").iterdir() if path.is_dir() and path.name not in ids]
+    if not check:
+        for path in found:
+            shutil.rmtree(path)
+    return found
+
+
+base_option = click.option(
+    "--base",
+    "base_mode",
+    type=click.Choice(["auto", "registry", "bootstrap"]),
+    default="auto",
+    envvar="BASE",
+    show_default=True,
+    help="Where the base image comes from; auto bootstraps where no registry answers.",
+)
+
+
+def prepare(
+    app: App, rows: Sequence[Row], base_mode: str, force: bool = False
+) -> tuple[Engine, tuple[Item, ...]]:
+    """What `plan`, `build` and `test` share: checks, an engine, bases, the plan."""
+    check_generated(rows, ROOT)
+    engine = connect(say)
+    found = {
+        row.base.name: bases.resolve_base(row.base, base_mode, engine, say)
+        for row in {row.base.name: row for row in rows}.values()
+    }
+    return engine, make_plan(rows, ROOT, engine, found, force=force)
+
+
+@main.command("plan", epilog=examples("plan all"))
+@selection
+@base_option
+@as_json
+@click.pass_obj
+def plan_(app: App, selection: tuple[str, ...], base_mode: str, json_: bool) -> None:
+    """Say what `build` would build, and why.
+
+    SELECTION: ids, globs and commas, or `all`; the matrix's default where it is empty.
+    """
+    _, items = prepare(app, app.select(selection), base_mode)
+    if json_:
+        click.echo(json.dumps([{"id": i.row.id, "contents_id": i.contents_id, "why": i.why} for i in items]))
+        return
+    for item in items:
+        out.print(f"{item.row.id}: {'build: ' + item.why if item.why else 'up to date'}")
+
+
+@main.command("build", epilog=examples("build", "build cu121-pt29", "build 'cu*'", "build all --keep-going"))
+@selection
+@base_option
+@click.option("--force", is_flag=True, help="Build even what is up to date.")
+@click.option("--keep-going", is_flag=True, help="Go on with the other rows when one fails.")
+@click.pass_obj
+def build_(
+    app: App, selection: tuple[str, ...], base_mode: str, force: bool, keep_going: bool
+) -> None:
+    """Build, measure and gate images; tag those that are what their row says.
+
+    SELECTION: ids, globs and commas, or `all`; the matrix's default where it is empty.
+    """
+    engine, items = prepare(app, app.select(selection), base_mode, force)
+    failed = []
+    for item in items:
+        try:
+            _build_one(engine, item)
+        except StepFailed as error:
+            failed.append(item.row.id)
+            if not keep_going:
+                raise
+            complain(error)
+    if failed:
+        raise StepFailed(f"failed: {', '.join(failed)}; built or current: {len(items) - len(failed)}")
+
+
+def _build_one(engine: Engine, item: Item) -> None:
+    with engine.exclusive(item.row.id, say):
+        if item.why is None:
+            found = manifest.read(ROOT / "out" / item.row.id)
+            say(f"{item.row.id}: up to date")
+        else:
+            say(f"{item.row.id}: building: {item.why}")
+            engine.make_room(builder.need_bytes(item.row), say)
+            with err.status(f"{item.row.id}: starting") as status:
+                def on_step(name: str) -> None:
+                    text = escape(name if len(name) < 100 else name[:97] + "...")
+                    if not err.is_terminal:
+                        err.print(f"[dim]{item.row.id}: {text}[/dim]")
+                    status.update(f"{item.row.id}: {text}")
+
+                found = builder.build(item, ROOT, engine, on_step)
+    if found:
+        _show(found)
+
+
+def _show(found: dict[str, Any]) -> None:
+    """What was built, as measured, and where to go next."""
+    inside = found["measured"]
+    torch, ops = inside["torch"], inside["deepspeed"] or {"version": "none", "ops": {}}
+    reference = f"trainyard:{found['id']}"
+    lines = [
+        ("image", f"{reference}  {found['image_id'].removeprefix('sha256:')[:12]}"),
+        ("size", f"{size(found['size_bytes'])} in {len(found['layers'])} layers"),
+        ("base", f"{inside['os']} from {found['base']['origin']} ({found['base']['name']})"),
+        ("python", inside["python"]),
+        ("torch", f"{torch['version']}" + (f", built for CUDA {torch['cuda']}" if torch["cuda"] else ", CPU")),
+    ]
+    for name in ("cudnn", "nccl"):
+        if inside[name]:
+            lines.append((name, inside[name]["version"]))
+    lines.append(("deepspeed", ops["version"]))
+    if ops["ops"]:
+        lines.append(("kernels", ", ".join(ops["ops"])))
+        archs = sorted({arch for op in ops["ops"].values() for arch in op["elf"]})
+        if archs:
+            lines.append(("gpu code", ", ".join(archs)))
+    lines += [
+        ("manifest", f"out/{found['id']}/manifest.json"),
+        ("next", f"docker run --rm -it {reference}   |   make test MATRIX={found['id']}"),
+    ]
+    for name, text in lines:
+        out.print(f"{name:>10}  {escape(text)}")
+
+
+@main.command("test", epilog=examples("test cpu-pt213", "test cpu-pt213,cu121-pt29", "test cu121-pt29 -- -k zero3"))
+@click.argument("selection", required=False, default="")
+@click.argument("pytest_args", nargs=-1, type=click.UNPROCESSED)
+@base_option
+@click.option("--keep-going", is_flag=True, help="Go on with the other rows when one fails.")
+@click.pass_obj
+def test_(
+    app: App, selection: str, pytest_args: tuple[str, ...], base_mode: str, keep_going: bool
+) -> None:
+    """Build what is missing, then run the image tests: the contract, and ZeRO-3 on two ranks.
+
+    SELECTION: ids, globs and commas, or `all`; the matrix's default where it is empty.
+    What follows goes to pytest.  REQUIRE_GPU=n fails where fewer GPUs are there.
+    """
+    engine, items = prepare(app, app.select((selection,) if selection else ()), base_mode)
+    failed = []
+    for item in items:
+        try:
+            _build_one(engine, item)
+            with engine.exclusive(item.row.id, say):
+                suites.run(item, ROOT, engine, pytest_args, say)
+        except StepFailed as error:
+            failed.append(item.row.id)
+            complain(error)
+            if not keep_going:
+                break
+    if failed:
+        raise StepFailed(f"failed: {', '.join(failed)}")
+
+
+@main.command("doctor", epilog=examples("doctor", "doctor 'cu*'", "doctor --json"))
+@selection
+@as_json
+@click.pass_obj
+def doctor_(app: App, selection: tuple[str, ...], json_: bool) -> None:
+    """Look at this host: engine, disk, base registry, proxy CA, wheelhouse, GPUs; with remedies."""
+    rows = app.select(selection)
+    checks = doctor.checks(
+        need_bytes=sum(builder.need_bytes(row) for row in rows),
+        bases={row.base for row in rows},
+    )
+    if json_:
+        click.echo(json.dumps([doctor.as_json(check) for check in checks], indent=2))
+    else:
+        colours = {"ok": "green", "warn": "yellow", "fail": "red"}
+        for check in checks:
+            mark = f"[{colours[check.status]}]{check.status:>4}[/]"
+            out.print(f"{mark}  {check.name}: {escape(check.detail)}")
+            if check.remedy:
+                out.print(f"      -> {escape(check.remedy)}")
+    sys.exit(1 if any(check.status == "fail" for check in checks) else 0)
+
+
+@main.command("engine-stop", epilog=examples("engine-stop"))
+def engine_stop() -> None:
+    """Stop the private engine.  Images and caches stay."""
+    for line in daemon.stop(say) or ["no private engine is running"]:
+        out.print(escape(line))
+
+
+@main.command("clean", epilog=examples("clean", "clean --all"))
+@click.option("--all", "everything", is_flag=True, help="Also empty the private engine: images and caches.")
+def clean(everything: bool) -> None:
+    """Remove out/; with --all, also every image and cache of the private engine."""
+    shutil.rmtree(ROOT / "out", ignore_errors=True)
+    out.print("removed out/")
+    if everything:
+        for line in daemon.purge(say):
+            out.print(escape(line))
+
+
+def size(count: int) -> str:
+    """Bytes for people, in decimal units as registries show them."""
+    return f"{count / 1e9:.2f} GB" if count >= 1e9 else f"{count / 1e6:.0f} MB"
+
+
+def complain(error: Exception) -> None:
+    err.print(f"[bold red]error:[/] {escape(str(error))}")
+
+
+def _interrupt(_number: int, _frame: FrameType | None) -> NoReturn:
+    raise KeyboardInterrupt
+
+
+def run() -> None:
+    """Run the command with the exit codes that this module's docstring promises."""
+    signal.signal(signal.SIGTERM, _interrupt)  # as tidy as Ctrl-C
+    try:
+        main(standalone_mode=False)
+    except InputError as error:
+        complain(error)
+        sys.exit(2)
+    except StepFailed as error:
+        complain(error)
+        sys.exit(1)
+    except click.ClickException as error:
+        error.show()
+        sys.exit(error.exit_code)
+    except (KeyboardInterrupt, click.Abort):
+        err.print("[yellow]interrupted[/]: nothing was tagged; the same command goes on from here")
+        sys.exit(130)

@@ -1,0 +1,170 @@
+"""Locks: every Python package of an image, with hashes, as uv resolves them for the row.
+
+Two files per row: ``requirements.lock`` is what the image holds, ``build.lock`` is what only the
+toolchain stage needs on top.  ``images/uv.lock`` pins uv itself, once for all rows.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import subprocess
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+
+from uv import find_uv_bin
+
+from trainyard.hostenv import find_ca, wheelhouse_dirs
+from trainyard.model import Row, StepFailed
+
+#: pip stays in the image (people add packages), JupyterLab only with its feature.
+FEATURE_PACKAGES = {"jupyter": ("jupyterlab",)}
+PYTORCH_INDEX = "https://download.pytorch.org/whl/"
+#: The extras of NVIDIA's ``cuda-toolkit`` metapackage that compile and link DeepSpeed's ops.
+#: Only the metapackage pins them to one another: nvidia-cuda-nvcc alone lets nvvm float.
+TOOLKIT_EXTRAS = "cccl,crt,cublas,cudart,curand,cusolver,cusparse,nvcc,nvvm"
+
+
+@dataclass(frozen=True)
+class Lock:
+    """One lock file and what it is made from."""
+
+    path: Path
+    requirements: tuple[str, ...]
+    overrides: tuple[str, ...] = ()
+    constraints: Path | None = None  # another lock whose versions must be kept
+    python: str = ""
+    index: str | None = None  # an index beside PyPI
+
+    @property
+    def inputs_id(self) -> str:
+        """Hash of the inputs; kept in the file's head so that a stale lock is seen offline."""
+        parts = [*self.requirements, "overrides", *self.overrides, "python", self.python]
+        if self.constraints:
+            parts += ["constraints", Lock(self.constraints, ()).recorded_id() or "missing"]
+        return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
+
+    def recorded_id(self) -> str | None:
+        """The inputs id in the head of the file; None where there is no file."""
+        try:
+            head = self.path.read_text().split("\n", 3)[:3]
+        except FileNotFoundError:
+            return None
+        return next((line.split()[-1] for line in head if line.startswith("# inputs ")), "none")
+
+    def why_stale(self) -> str | None:
+        """Say in words why the file must be made anew; None where it is current."""
+        recorded = self.recorded_id()
+        if recorded is None:
+            return "missing"
+        if recorded != self.inputs_id:
+            pins = {line.split("==")[0]: line.split(" ")[0] for line in self.path.read_text().splitlines()}
+            moved = [r for r in self.requirements if "==" in r and pins.get(_name(r)) != _pin(r)]
+            return f"the row asks for {', '.join(moved)}" if moved else "its inputs changed"
+        return None
+
+
+def _name(requirement: str) -> str:
+    return requirement.split("==")[0].split("[")[0]
+
+
+def _pin(requirement: str) -> str:
+    return f"{_name(requirement)}=={requirement.split('==')[1]}"
+
+
+def locks(row: Row, images: Path) -> tuple[Lock, ...]:
+    """The lock files of one row, in the order in which they must be made."""
+    folder = images / row.id
+    index = None if row.torch.on_pypi else PYTORCH_INDEX + row.torch.build
+    main = Lock(
+        folder / "requirements.lock", _requirements(row), row.overrides, python=row.python, index=index
+    )
+    if not row.has_deepspeed:
+        return (main,)
+    build = Lock(
+        folder / "build.lock",
+        _build_requirements(row),
+        row.overrides,
+        constraints=main.path,
+        python=row.python,
+        index=index,
+    )
+    return main, build
+
+
+def uv_lock(images: Path) -> Lock:
+    """The lock of uv itself, at the version that Trainyard runs on."""
+    return Lock(images / "uv.lock", (f"uv=={version('uv')}",), python="3.11")
+
+
+def _requirements(row: Row) -> tuple[str, ...]:
+    found = [row.torch.requirement, "pip", "numpy"]
+    if row.cudnn_package:
+        found.append(f"{row.cudnn_package}=={row.cudnn}")
+    if row.nccl_package:
+        found.append(f"{row.nccl_package}=={row.nccl}")
+    if row.deepspeed:
+        found += [f"deepspeed=={row.deepspeed}", *row.requirements]
+        if not row.is_cpu:  # the wheel asks for it where setup.py saw CUDA; the sdist does not say so
+            found.append("nvidia-ml-py")
+    if row.has_devel and row.uses_pip_toolkit and row.toolkit:
+        found.append(f"cuda-toolkit[{TOOLKIT_EXTRAS}]=={row.toolkit.version}")
+    for feature in sorted(row.features):
+        found += FEATURE_PACKAGES.get(feature, ())
+    return tuple(sorted(found))
+
+
+def _build_requirements(row: Row) -> tuple[str, ...]:
+    found = ["setuptools", "wheel"]
+    if row.uses_pip_toolkit and row.toolkit:
+        found.append(f"cuda-toolkit[{TOOLKIT_EXTRAS}]=={row.toolkit.version}")
+    return tuple(found)
+
+
+def make(lock: Lock, wheelhouse: tuple[Path, ...] = (), upgrade: bool = False) -> None:
+    """Resolve with uv and write the file, whole or not at all.
+
+    Raises StepFailed with uv's own words where no solution exists or no index answers.
+    """
+    lock.path.parent.mkdir(parents=True, exist_ok=True)
+    part = lock.path.with_suffix(".part")
+    command = [find_uv_bin(), "pip", "compile", "-", "--quiet", "--generate-hashes", "--no-header"]
+    command += ["--no-annotate", "--no-python-downloads", "--system-certs", "-o", str(part)]
+    command += ["--python-platform", "x86_64-manylinux_2_28", "--python-version", lock.python]
+    if lock.path.exists() and not upgrade:  # what is locked already stays, unless the inputs forbid it
+        part.write_text(lock.path.read_text())
+    if lock.overrides:
+        overrides = lock.path.with_suffix(".overrides")
+        overrides.write_text("\n".join(lock.overrides) + "\n")
+        command += ["--overrides", str(overrides)]
+    if lock.constraints:
+        command += ["--constraints", str(lock.constraints)]
+    found = wheelhouse or wheelhouse_dirs()
+    if lock.index and found:
+        command += [word for folder in found for word in ("--find-links", str(folder))]
+    elif lock.index:
+        command += ["--extra-index-url", lock.index, "--index-strategy", "unsafe-best-match"]
+    text = "\n".join(lock.requirements)
+    done = subprocess.run(command, input=text, text=True, capture_output=True, env=_environment())
+    lock.path.with_suffix(".overrides").unlink(missing_ok=True)
+    if done.returncode:
+        part.unlink(missing_ok=True)
+        raise StepFailed(f"{lock.path}: uv found no solution\n{done.stderr.strip()}")
+    part.write_text(_head(lock) + part.read_text())
+    part.rename(lock.path)
+
+
+def _head(lock: Lock) -> str:
+    return (
+        "# Generated by `python build.py lock`. Do not edit.\n"
+        f"# from {' '.join(lock.requirements + lock.overrides)}\n"
+        f"# inputs {lock.inputs_id}\n"
+    )
+
+
+def _environment() -> dict[str, str]:
+    env = dict(os.environ)
+    if ca := find_ca():
+        env.setdefault("SSL_CERT_FILE", str(ca))
+    return env

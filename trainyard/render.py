@@ -1,0 +1,144 @@
+"""Render a row to ``images/<id>/Dockerfile``.  Same row, same text, on every machine."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+from trainyard.lock import locks, uv_lock
+from trainyard.model import Row
+
+#: What the `base` stage holds: Python, and the libraries that torch and the kernels load.
+BASE_PACKAGES = ("ca-certificates", "libgomp1", "python3", "tini")
+#: What the toolchain stage needs whatever the row is.
+TOOLCHAIN_PACKAGES = ("ccache", "libaio-dev", "python3-dev")
+FEATURE_PACKAGES = {
+    "devel": ("git", "libaio-dev", "make", "python3-dev"),
+    "sshd": ("openssh-client", "openssh-server"),
+}
+
+
+def render(row: Row, root: Path) -> str:
+    """Return the text of the row's Dockerfile.
+
+    ``root`` is the checkout: the lock files under it are part of the kernels' key.
+    """
+    template = _environment(root / "templates").get_template("Dockerfile.j2")
+    return template.render(
+        row=row,
+        contents=_contents(row),
+        base_packages=sorted({*BASE_PACKAGES, row.base.libaio, "python3-venv"}),
+        toolchain_packages=sorted({*TOOLCHAIN_PACKAGES, *_compilers(row)}),
+        runtime_packages=_runtime_packages(row),
+        kernels_key=kernels_key(row, root, row.accelerator, row.ops),
+        twin_key=kernels_key(row, root, "cpu", row.twin_ops),
+        labels=labels(row),
+    ).rstrip() + "\n"
+
+
+def kernels_key(row: Row, root: Path, accelerator: str, ops: tuple[str, ...]) -> str:
+    """Hash everything that changes the wheel and that is known before the build.
+
+    The compilers' exact versions are known only inside the build; ``kernels/build_wheel.py``
+    adds them.  Rows that share this key share the wheel.
+    """
+    if not row.has_deepspeed:
+        return ""
+    parts = [accelerator, *ops, row.cpu_isa, row.base.suite, row.python, str(row.kernel_gcc)]
+    parts += [_entry(root / "images" / row.id / "requirements.lock", name) for name in ("torch", "deepspeed")]
+    if accelerator == "cuda" and row.toolkit:
+        parts += [row.toolkit.provider, row.toolkit.version, row.torch_arch_list]
+    for script in sorted((root / "kernels").rglob("*")):
+        if script.is_file():
+            parts.append(script.read_text())
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
+
+
+def labels(row: Row) -> dict[str, str]:
+    """What the image says of itself before anything is measured (OCI names where they exist)."""
+    found = {
+        "org.opencontainers.image.title": row.id,
+        "org.opencontainers.image.description": row.summary,
+        "org.opencontainers.image.base.name": row.base.image,
+        "dev.trainyard.id": row.id,
+        "dev.trainyard.python": row.python,
+        "dev.trainyard.torch": row.torch.version,
+        "dev.trainyard.torch.build": row.torch.build,
+        "dev.trainyard.cuda-level": row.cuda_level,
+        "dev.trainyard.driver-floor": row.driver_floor,
+        "dev.trainyard.cudnn": row.cudnn,
+        "dev.trainyard.nccl": row.nccl,
+        "dev.trainyard.deepspeed": row.deepspeed,
+        "dev.trainyard.ops": ",".join(row.ops),
+        "dev.trainyard.gpu-archs": row.torch_arch_list,
+        "dev.trainyard.cpu-isa": row.cpu_isa,
+        "dev.trainyard.features": ",".join(sorted(row.features)),
+    }
+    return {name: value for name, value in found.items() if value}
+
+
+def inputs(row: Row, root: Path) -> tuple[Path, ...]:
+    """The files that the build reads, in a stable order: the basis of the contents id."""
+    found = [root / "images" / row.id / "Dockerfile", uv_lock(root / "images").path]
+    found += [lock.path for lock in locks(row, root / "images")]
+    for folder in ("rootfs", *(["kernels"] if row.has_deepspeed else [])):
+        found += [path for path in (root / folder).rglob("*") if path.is_file()]
+    return tuple(sorted(found))
+
+
+def contents_id(row: Row, root: Path, base_digest: str) -> str:
+    """Hash of all inputs of an image.  Equal ids mean that there is nothing to do.
+
+    File modes count: a launch script that is no longer executable is another image.
+    """
+    digest = hashlib.sha256(base_digest.encode())
+    for path in inputs(row, root):
+        digest.update(f"\n{path.relative_to(root)} {path.stat().st_mode & 0o111:o}\n".encode())
+        digest.update(path.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def _environment(templates: Path) -> Environment:
+    return Environment(  # noqa: S701 - Dockerfiles, not HTML
+        loader=FileSystemLoader(templates),
+        undefined=StrictUndefined,
+        keep_trailing_newline=True,
+    )
+
+
+def _contents(row: Row) -> list[str]:
+    """The heading: what is inside, a line each."""
+    torch = f"torch {row.torch.version}"
+    if row.is_cpu:
+        lines = [f"{torch} for CPU, Python {row.python} on {row.base.name}"]
+    else:
+        lines = [
+            f"{torch} built for CUDA {row.torch.cuda}, Python {row.python} on {row.base.name}",
+            f"cuDNN {row.cudnn}, NCCL {row.nccl}; drivers >= {row.driver_floor} "
+            f"(nvidia-smi: CUDA {row.cuda_level} or newer)",
+        ]
+    if row.deepspeed:
+        lines.append(f"DeepSpeed {row.deepspeed} with prebuilt {', '.join(row.ops)}")
+    return lines
+
+
+def _compilers(row: Row) -> set[str]:
+    found = {f"gcc-{row.kernel_gcc}", f"g++-{row.kernel_gcc}", "gcc"}
+    return found | ({"nvidia-cuda-toolkit"} if row.uses_debian_toolkit else set())
+
+
+def _runtime_packages(row: Row) -> list[str]:
+    found = {name for feature in row.features for name in FEATURE_PACKAGES.get(feature, ())}
+    return sorted(found | (_compilers(row) if row.has_devel else set()))
+
+
+def _entry(lock: Path, package: str) -> str:
+    """The line of one package in a lock file, with its hashes."""
+    lines = lock.read_text().split("\n") if lock.exists() else []
+    for at, line in enumerate(lines):
+        if line.startswith(f"{package}=="):
+            end = next((n for n in range(at + 1, len(lines)) if not lines[n].startswith(" ")), len(lines))
+            return "\n".join(lines[at:end])
+    return ""
