@@ -66,9 +66,7 @@ def build_twin(item: Item, root: Path, engine: Engine, on_step: Callable[[str], 
     out = root / "out" / item.row.id
     fresh = out / "twin.part"
     shutil.rmtree(fresh, ignore_errors=True)
-    engine.build(
-        _request(item, root, out / "twin.log", target="twin", unpack_to=fresh), on_step
-    )
+    engine.build(_request(item, root, out / "twin.log", target="twin", unpack_to=fresh), on_step)
     shutil.rmtree(out / "twin", ignore_errors=True)
     return fresh.rename(out / "twin")
 

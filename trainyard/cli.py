@@ -103,22 +103,18 @@ def list_(app: App, selection: tuple[str, ...], json_: bool) -> None:
         click.echo(json.dumps(found, indent=2))
         return
     table = Table(box=None, header_style="bold", pad_edge=False)
-    for name in ("ID", "TORCH", "CUDA", "CUDNN", "NCCL", "DEEPSPEED", "OPS", "NVIDIA-SMI", "DRIVER", "BUILT"):
-        table.add_column(name)
+    for name in ("ID", "TORCH", "CUDA", "CUDNN", "NCCL", "DEEPSPEED", "OPS", "DRIVER", "NVIDIA-SMI", "BUILT"):
+        table.add_column(name, no_wrap=True)
     for one in found:
-        table.add_row(
-            one["id"],
-            one["torch"],
-            one["cuda"] or "-",
-            one["cudnn"] or "-",
-            one["nccl"] or "-",
-            one["deepspeed"] or "-",
-            str(one["ops"]) if one["ops"] else "-",
-            f">= {one['cuda_level']}" if one["cuda_level"] else "-",
-            f">= {one['driver_floor']}" if one["driver_floor"] else "-",
-            one["built"] or "no",
-        )
-    out.print(table)
+        cells = [one["id"], one["torch"], one["cuda"], one["cudnn"], one["nccl"], one["deepspeed"]]
+        cells += [str(one["ops"] or ""), _at_least(one["driver_floor"]), _at_least(one["cuda_level"])]
+        table.add_row(*(cell or "-" for cell in cells), one["built"] or "no")
+    # A table that is cut off or wrapped cannot be read by grep either, so it may be wide.
+    out.print(table, crop=False, width=200)
+
+
+def _at_least(version: str | None) -> str:
+    return f">= {version}" if version else ""
 
 
 def _listed(row: Row) -> dict[str, Any]:
@@ -174,7 +170,10 @@ def lock_(
     """Lock every Python package with its hashes, for all rows or a SELECTION."""
     rows = app.select(selection, default="all")
     stale = 0
-    for one in [lock.uv_lock(ROOT / "images"), *(part for row in rows for part in lock.locks(row, ROOT / "images"))]:
+    for one in [
+        lock.uv_lock(ROOT / "images"),
+        *(part for row in rows for part in lock.locks(row, ROOT / "images")),
+    ]:
         why = one.why_stale()
         name = one.path.relative_to(ROOT)
         if check and why:
@@ -199,7 +198,9 @@ def render_(app: App, selection: tuple[str, ...], check: bool) -> None:
     if not selection:
         drift += _strangers({row.id for row in rows}, check)
     for path in drift:
-        out.print(f"{path.relative_to(ROOT)}: {'differs from the matrix and templates' if check else 'written'}")
+        out.print(
+            f"{path.relative_to(ROOT)}: {'differs from the matrix and templates' if check else 'written'}"
+        )
     if check:
         out.print(f"{len(drift)} differ" if drift else "all Dockerfiles are current")
         sys.exit(1 if drift else 0)
@@ -273,9 +274,7 @@ def plan_(app: App, selection: tuple[str, ...], base_mode: str, json_: bool) -> 
 @click.option("--force", is_flag=True, help="Build even what is up to date.")
 @click.option("--keep-going", is_flag=True, help="Go on with the other rows when one fails.")
 @click.pass_obj
-def build_(
-    app: App, selection: tuple[str, ...], base_mode: str, force: bool, keep_going: bool
-) -> None:
+def build_(app: App, selection: tuple[str, ...], base_mode: str, force: bool, keep_going: bool) -> None:
     """Build, measure and gate images; tag those that are what their row says.
 
     SELECTION: ids, globs and commas, or `all`; the matrix's default where it is empty.
@@ -303,6 +302,7 @@ def _build_one(engine: Engine, item: Item) -> None:
             say(f"{item.row.id}: building: {item.why}")
             engine.make_room(builder.need_bytes(item.row), say)
             with err.status(f"{item.row.id}: starting") as status:
+
                 def on_step(name: str) -> None:
                     text = escape(name if len(name) < 100 else name[:97] + "...")
                     if not err.is_terminal:
@@ -324,7 +324,10 @@ def _show(found: dict[str, Any]) -> None:
         ("size", f"{size(found['size_bytes'])} in {len(found['layers'])} layers"),
         ("base", f"{inside['os']} from {found['base']['origin']} ({found['base']['name']})"),
         ("python", inside["python"]),
-        ("torch", f"{torch['version']}" + (f", built for CUDA {torch['cuda']}" if torch["cuda"] else ", CPU")),
+        (
+            "torch",
+            f"{torch['version']}" + (f", built for CUDA {torch['cuda']}" if torch["cuda"] else ", CPU"),
+        ),
     ]
     for name in ("cudnn", "nccl"):
         if inside[name]:
@@ -343,15 +346,15 @@ def _show(found: dict[str, Any]) -> None:
         out.print(f"{name:>10}  {escape(text)}")
 
 
-@main.command("test", epilog=examples("test cpu-pt213", "test cpu-pt213,cu121-pt29", "test cu121-pt29 -- -k zero3"))
+@main.command(
+    "test", epilog=examples("test cpu-pt213", "test cpu-pt213,cu121-pt29", "test cu121-pt29 -- -k zero3")
+)
 @click.argument("selection", required=False, default="")
 @click.argument("pytest_args", nargs=-1, type=click.UNPROCESSED)
 @base_option
 @click.option("--keep-going", is_flag=True, help="Go on with the other rows when one fails.")
 @click.pass_obj
-def test_(
-    app: App, selection: str, pytest_args: tuple[str, ...], base_mode: str, keep_going: bool
-) -> None:
+def test_(app: App, selection: str, pytest_args: tuple[str, ...], base_mode: str, keep_going: bool) -> None:
     """Build what is missing, then run the image tests: the contract, and ZeRO-3 on two ranks.
 
     SELECTION: ids, globs and commas, or `all`; the matrix's default where it is empty.

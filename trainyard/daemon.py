@@ -78,6 +78,7 @@ class EngineStatus:
 
     address: EngineAddress | None
     problem: str | None  # why there is no address; None where there is one
+    startable: bool = False  # there is no address, but ensure() can start a private engine
     version: str = ""
     driver: str = ""  # overlay2
     containerd_store: bool = False  # images lie in containerd's store: slow to export
@@ -117,9 +118,7 @@ def choose_client(
     return next((client for client in candidates if version(client) >= MIN_BUILDX), None)
 
 
-def _ask(
-    argv: Sequence[str], env: Mapping[str, str] | None = None
-) -> subprocess.CompletedProcess[str]:
+def _ask(argv: Sequence[str], env: Mapping[str, str] | None = None) -> subprocess.CompletedProcess[str]:
     """Run a short question; a hang or a missing program is a return code of 124 or 127."""
     try:
         return subprocess.run(
@@ -524,9 +523,7 @@ def _answers_soon(at: Layout, client: Path, say: Say) -> bool:
 
 def _wait_for_api(at: Layout, client: Path, seconds: float) -> bool:
     env = EngineAddress(at.host, private=True, client=client).environ()
-    return _wait(
-        lambda: at.socket.exists() and bool(engine_info(client, env)[0]), at, "dockerd", seconds
-    )
+    return _wait(lambda: at.socket.exists() and bool(engine_info(client, env)[0]), at, "dockerd", seconds)
 
 
 def _wait(true: Callable[[], bool], at: Layout, kind: Kind, seconds: float) -> bool:
@@ -553,7 +550,9 @@ def _start(at: Layout, client: Path, say: Say) -> None:
     for folder in (at.data, at.containerd_data, at.run, at.exec_root):
         folder.mkdir(mode=0o711, exist_ok=True)
     pool = choose_pool(at)
-    at.pool_file.write_text(f"{pool}\n")
+    if pool != read_pool(at):  # the networks that dockerd remembers have the old addresses
+        shutil.rmtree(at.data / "network", ignore_errors=True)
+        at.pool_file.write_text(f"{pool}\n")
     at.dockerd_config.write_text(json.dumps(dockerd_config(at, pool), indent=2) + "\n")
     at.containerd_config.write_text(containerd_config(at))
     _connect(at)
@@ -605,7 +604,9 @@ def dockerd_config(at: Layout, pool: ipaddress.IPv4Network) -> dict[str, Any]:
     containerd's took 15 times as long.
     """
     size = shutil.disk_usage(at.root).total
+    nvidia = hostenv.find_tool("nvidia-container-runtime")
     return {
+        "runtimes": {"nvidia": {"path": str(nvidia)}} if nvidia else {},
         "bridge": at.bridge,
         "iptables": False,
         "ip6tables": False,
@@ -900,10 +901,32 @@ def _disconnect(at: Layout) -> list[str]:
             _iptables("-t", table, "-D", hook, "-j", at.chain)
             _iptables("-t", table, "-F", at.chain)
             _iptables("-t", table, "-X", at.chain)
-    if Path("/sys/class/net", at.bridge).exists():
-        _ip("link", "delete", at.bridge)
-        return [f"removed the bridge {at.bridge}"]
-    return []
+    pool = read_pool(at)
+    text = _ip("-j", "-4", "address", "show", "type", "bridge").stdout
+    bridges = [at.bridge] if Path("/sys/class/net", at.bridge).exists() else []
+    bridges += [name for name in bridges_in(pool, text) if name != at.bridge]
+    for name in bridges:
+        _ip("link", "delete", name)
+    return [f"removed the bridge {name}" for name in bridges]
+
+
+def bridges_in(pool: ipaddress.IPv4Network | None, addresses: str) -> list[str]:
+    """The bridges that dockerd made for networks of its users: ``br-XXXXXXXXXXXX`` in the pool.
+
+    Args:
+        pool: the engine's addresses; None gives none.
+        addresses: the text of ``ip -j -4 address show type bridge``.
+    """
+    try:
+        links = json.loads(addresses or "[]")
+    except ValueError:
+        return []
+    return [
+        link["ifname"]
+        for link in links
+        if re.fullmatch(r"br-[0-9a-f]{12}", link.get("ifname", ""))
+        and any(_in_pool(info.get("local"), pool) for info in link.get("addr_info", []))
+    ]
 
 
 # -- packages ------------------------------------------------------------------------------
@@ -988,7 +1011,7 @@ def status() -> EngineStatus:
     if isinstance(found, str) and choice != "host" and not os.environ.get("DOCKER_HOST"):
         found = _running_private(found if choice == "auto" else None)
     if isinstance(found, str):
-        return EngineStatus(None, found)
+        return EngineStatus(None, found, startable=found.endswith(_STARTS))
     info, reason = engine_info(found.client, found.environ())
     if not info:
         return EngineStatus(None, f"The engine at {found.host} does not answer: {reason}")
@@ -1009,13 +1032,23 @@ def _uses_containerd_store(info: Mapping[str, Any]) -> bool:
     return any("io.containerd.snapshotter" in str(value) for _, value in pairs)
 
 
+_STARTS = "A build starts a private engine."
+
+
 def _running_private(host_problem: str | None) -> EngineAddress | str:
-    at = layout()
-    client = choose_client(client_candidates(os.environ))
-    running = any(process.kind == "dockerd" for process in owned_processes(at))
-    if running and client and hostenv.is_root():
-        return EngineAddress(at.host, private=True, client=client)
+    """The private engine if it runs; else why not, ending in ``_STARTS`` where it can be started."""
     if not hostenv.is_root():
         return _needs(host_problem, "As root, Trainyard can start an engine of its own.")
-    parts = (host_problem, "The private engine is not running; a build starts it.")
-    return " ".join(part for part in parts if part)
+    at = layout()
+    client = choose_client(client_candidates(os.environ))
+    if client and any(process.kind == "dockerd" for process in owned_processes(at)):
+        return EngineAddress(at.host, private=True, client=client)
+    try:
+        _check_rights()
+        missing = _missing(at)
+    except InputError as error:
+        return str(error)
+    if missing and not hostenv.has_apt():
+        return _needs(host_problem, "")
+    packages = f"These packages are missing: {' '.join(missing)}." if missing else None
+    return " ".join(part for part in (host_problem, packages, _STARTS) if part)

@@ -7,11 +7,13 @@ Builds go through ``docker buildx build``, since the SDK cannot drive BuildKit
 from __future__ import annotations
 
 import base64
+import codecs
 import contextlib
 import fcntl
 import hashlib
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -30,12 +32,15 @@ from trainyard import daemon
 from trainyard.hostenv import Say, silent
 from trainyard.model import StepFailed
 
+#: What setuptools prints as it turns to the next op: the only sign of life for minutes.
+COMPILING = re.compile(r"building 'deepspeed[\w.]*\.(\w+?)(?:_op)?' extension")
 #: Seconds that a cancelled build gets to end by itself.
 CANCEL_GRACE = 20
 CACHE_MOUNT = "exec.cachemount"
 PROXY_VARIABLES = tuple(
     spelled for name in ("http_proxy", "https_proxy", "no_proxy") for spelled in (name, name.upper())
 )
+UTF_8 = codecs.getincrementaldecoder("utf-8")
 #: Lines of a failed step that the message shows.
 TAIL_LINES = 25
 
@@ -154,7 +159,7 @@ class Engine:
             and (not descriptions or any(text in record["Description"] for text in descriptions))
         ]
         for one in ids:
-            self.client.api.prune_builds(filters={"id": one}, all=True)
+            self.client.api.prune_builds(filters={"id": one}, all=True)  # type: ignore[arg-type]
 
     @contextlib.contextmanager
     def exclusive(self, name: str, say: Say = silent) -> Iterator[None]:
@@ -256,6 +261,7 @@ class Story:
         self._started: set[str] = set()
         self._tails: dict[str, deque[str]] = {}
         self._partial: dict[str, str] = {}
+        self._decoders: dict[str, codecs.IncrementalDecoder] = {}
         self._failed: tuple[str, str] | None = None
         self._other: deque[str] = deque(maxlen=TAIL_LINES)
 
@@ -269,10 +275,14 @@ class Story:
             return
         if not isinstance(status, dict):
             return
-        for vertex in status.get("vertexes") or ():
+        vertexes = status.get("vertexes") or ()
+        for vertex in vertexes:
             self._vertex(vertex)
         for entry in status.get("logs") or ():
-            self._output(entry["vertex"], base64.b64decode(entry["data"]).decode(errors="replace"))
+            self._output(entry["vertex"], base64.b64decode(entry["data"]))
+        for vertex in vertexes:
+            if vertex.get("completed") and (rest := self._partial.pop(vertex["digest"], "")):
+                self._line(vertex["digest"], rest)
         self._log.flush()
 
     def _vertex(self, vertex: dict[str, Any]) -> None:
@@ -286,25 +296,36 @@ class Story:
         if vertex.get("error") and not self._failed and "canceled" not in vertex["error"]:
             self._failed = (digest, vertex["error"])
 
-    def _output(self, digest: str, text: str) -> None:
-        *lines, rest = (self._partial.get(digest, "") + text).split("\n")
-        self._partial[digest] = rest
+    def _output(self, digest: str, data: bytes) -> None:
+        # A chunk may end within a line, and within a character.
+        text = self._decoders.setdefault(digest, UTF_8(errors="replace")).decode(data)
+        *lines, self._partial[digest] = (self._partial.get(digest, "") + text).split("\n")
         for line in lines:
-            clean = line.rsplit("\r", 1)[-1]  # a progress bar writes its line again and again
-            self._tails.setdefault(digest, deque(maxlen=TAIL_LINES * 40)).append(clean)
-            self._log.write(f"    {clean}\n")
+            self._line(digest, line)
+
+    def _line(self, digest: str, line: str) -> None:
+        clean = _last_state(line)
+        self._tails.setdefault(digest, deque(maxlen=TAIL_LINES * 40)).append(clean)
+        self._log.write(f"    {clean}\n")
+        if found := COMPILING.search(clean):
+            self._on_step(f"compiling {found[1]}")
 
     def failure(self) -> str:
         """Say what broke: our own verdict where a script gave one, else the end of the output."""
         if not self._failed:
             return "\n".join(self._other) or "the build ended without a word"
         digest, error = self._failed
-        tail = [*self._tails.get(digest, ()), self._partial.get(digest, "")]
+        tail = [*self._tails.get(digest, ()), _last_state(self._partial.get(digest, ""))]
         verdicts = [line for line in tail if "kernels: FAILED: " in line]
         if verdicts:
-            return verdicts[-1].split("kernels: FAILED: ", 1)[1]
+            return "kernels: " + str(verdicts[-1]).split("kernels: FAILED: ", 1)[1]
         shown = "\n".join(line for line in tail[-TAIL_LINES:] if line.strip())
         return f"{self._names[digest][:200]}\n{shown}\n{error.splitlines()[-1][:500]}"
+
+
+def _last_state(line: str) -> str:
+    """A progress bar writes its line again and again; what it wrote last is the line."""
+    return line.rstrip("\r").rsplit("\r", 1)[-1]
 
 
 def _cancel(process: subprocess.Popen[str]) -> None:

@@ -155,16 +155,13 @@ def _named(arch: str, facts: Facts) -> str:
 def _cpu(row: Row) -> Iterator[str]:
     if row.has_deepspeed:
         yield (
-            f"CPU ops are compiled for {row.cpu_isa} ({ISA[row.cpu_isa]}), not for the machine "
-            "that builds."
+            f"CPU ops are compiled for {row.cpu_isa} ({ISA[row.cpu_isa]}), not for the machine that builds."
         )
 
 
 def as_json(row: Row) -> dict[str, Any]:
     """The row as plain data, with the named conditions that templates use."""
-    data: dict[str, Any] = {
-        field.name: _plain(getattr(row, field.name)) for field in dataclasses.fields(row)
-    }
+    data: dict[str, Any] = {field.name: _plain(getattr(row, field.name)) for field in dataclasses.fields(row)}
     data["accelerator"] = row.accelerator
     data["torch_requirement"] = row.torch.requirement
     data["torch_minor"] = minor_of(row.torch.version)

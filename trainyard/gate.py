@@ -79,7 +79,9 @@ def _runs(arch: str, available: list[str]) -> bool:
     """A cubin runs on its own major at the same or a later minor: sm_80 code covers sm_86.
 
     https://docs.nvidia.com/cuda/cuda-c-programming-guide/#binary-compatibility
+    Architecture-specific code (sm_90a) runs on its own GPU only.
     """
     number = int(arch.removeprefix("sm_"))
-    codes = [int(code.removeprefix("sm_")) for code in available if code.startswith("sm_")]
-    return any(code // 10 == number // 10 and code <= number for code in codes)
+    plain = [code.removeprefix("sm_") for code in available if code.startswith("sm_")]
+    codes = [int(code) for code in plain if code.isdecimal()]
+    return f"{number}a" in plain or any(c // 10 == number // 10 and c <= number for c in codes)

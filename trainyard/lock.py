@@ -34,13 +34,14 @@ class Lock:
     requirements: tuple[str, ...]
     overrides: tuple[str, ...] = ()
     constraints: Path | None = None  # another lock whose versions must be kept
+    limits: tuple[str, ...] = ()  # versions for packages that others pull in without one
     python: str = ""
     index: str | None = None  # an index beside PyPI
 
     @property
     def inputs_id(self) -> str:
         """Hash of the inputs; kept in the file's head so that a stale lock is seen offline."""
-        parts = [*self.requirements, "overrides", *self.overrides, "python", self.python]
+        parts = [*self.requirements, "overrides", *self.overrides, "python", self.python, *self.limits]
         if self.constraints:
             parts += ["constraints", Lock(self.constraints, ()).recorded_id() or "missing"]
         return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
@@ -59,8 +60,9 @@ class Lock:
         if recorded is None:
             return "missing"
         if recorded != self.inputs_id:
-            pins = {line.split("==")[0]: line.split(" ")[0] for line in self.path.read_text().splitlines()}
-            moved = [r for r in self.requirements if "==" in r and pins.get(_name(r)) != _pin(r)]
+            lines = self.path.read_text().splitlines()
+            pins = {_pin(line.split(" ")[0]) for line in lines if "==" in line and line[0].isalpha()}
+            moved = [r for r in self.requirements if "==" in r and _pin(r) not in pins]
             return f"the row asks for {', '.join(moved)}" if moved else "its inputs changed"
         return None
 
@@ -70,7 +72,11 @@ def _name(requirement: str) -> str:
 
 
 def _pin(requirement: str) -> str:
-    return f"{_name(requirement)}=={requirement.split('==')[1]}"
+    """``name==version`` without extras; 13.0.3.0 and 13.0.3 are one version to pip."""
+    version = requirement.split("==")[1]
+    while version.endswith(".0"):
+        version = version.removesuffix(".0")
+    return f"{_name(requirement)}=={version}"
 
 
 def locks(row: Row, images: Path) -> tuple[Lock, ...]:
@@ -78,7 +84,12 @@ def locks(row: Row, images: Path) -> tuple[Lock, ...]:
     folder = images / row.id
     index = None if row.torch.on_pypi else PYTORCH_INDEX + row.torch.build
     main = Lock(
-        folder / "requirements.lock", _requirements(row), row.overrides, python=row.python, index=index
+        folder / "requirements.lock",
+        _requirements(row),
+        row.overrides,
+        limits=_limits(row),
+        python=row.python,
+        index=index,
     )
     if not row.has_deepspeed:
         return (main,)
@@ -115,6 +126,17 @@ def _requirements(row: Row) -> tuple[str, ...]:
     return tuple(sorted(found))
 
 
+def _limits(row: Row) -> tuple[str, ...]:
+    """Keep the headers that torch pulls in at the toolkit's minor.
+
+    torch 2.15 asks for nvidia-cuda-cccl without a version and would get one of a newer CUDA,
+    which NVIDIA's cuda-toolkit metapackage then refuses; seen with uv on PyPI's metadata.
+    """
+    if row.uses_pip_toolkit and row.toolkit:
+        return (f"nvidia-cuda-cccl=={row.toolkit.minor}.*",)
+    return ()
+
+
 def _build_requirements(row: Row) -> tuple[str, ...]:
     found = ["setuptools", "wheel"]
     if row.uses_pip_toolkit and row.toolkit:
@@ -129,6 +151,16 @@ def make(lock: Lock, wheelhouse: tuple[Path, ...] = (), upgrade: bool = False) -
     """
     lock.path.parent.mkdir(parents=True, exist_ok=True)
     part = lock.path.with_suffix(".part")
+    try:
+        _resolve(lock, part, wheelhouse, upgrade)
+        part.write_text(_head(lock) + part.read_text())
+        part.rename(lock.path)
+    finally:
+        for suffix in (".part", ".overrides", ".limits"):
+            lock.path.with_suffix(suffix).unlink(missing_ok=True)
+
+
+def _resolve(lock: Lock, part: Path, wheelhouse: tuple[Path, ...], upgrade: bool) -> None:
     command = [find_uv_bin(), "pip", "compile", "-", "--quiet", "--generate-hashes", "--no-header"]
     command += ["--no-annotate", "--no-python-downloads", "--system-certs", "-o", str(part)]
     command += ["--python-platform", "x86_64-manylinux_2_28", "--python-version", lock.python]
@@ -140,6 +172,10 @@ def make(lock: Lock, wheelhouse: tuple[Path, ...] = (), upgrade: bool = False) -
         command += ["--overrides", str(overrides)]
     if lock.constraints:
         command += ["--constraints", str(lock.constraints)]
+    if lock.limits:
+        limits = lock.path.with_suffix(".limits")
+        limits.write_text("\n".join(lock.limits) + "\n")
+        command += ["--constraints", str(limits)]
     found = wheelhouse or wheelhouse_dirs()
     if lock.index and found:
         command += [word for folder in found for word in ("--find-links", str(folder))]
@@ -147,12 +183,8 @@ def make(lock: Lock, wheelhouse: tuple[Path, ...] = (), upgrade: bool = False) -
         command += ["--extra-index-url", lock.index, "--index-strategy", "unsafe-best-match"]
     text = "\n".join(lock.requirements)
     done = subprocess.run(command, input=text, text=True, capture_output=True, env=_environment())
-    lock.path.with_suffix(".overrides").unlink(missing_ok=True)
     if done.returncode:
-        part.unlink(missing_ok=True)
         raise StepFailed(f"{lock.path}: uv found no solution\n{done.stderr.strip()}")
-    part.write_text(_head(lock) + part.read_text())
-    part.rename(lock.path)
 
 
 def _head(lock: Lock) -> str:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+import re
+from dataclasses import replace
 from pathlib import Path
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
@@ -14,6 +16,12 @@ from trainyard.model import Row
 BASE_PACKAGES = ("ca-certificates", "libgomp1", "python3", "tini")
 #: What the toolchain stage needs whatever the row is.
 TOOLCHAIN_PACKAGES = ("ccache", "libaio-dev", "python3-dev")
+#: Where code compiled at run time goes: one place that any uid can write to, also without a home.
+CACHES = {
+    "TORCHINDUCTOR_CACHE_DIR": "/var/cache/trainyard/inductor",
+    "TORCH_EXTENSIONS_DIR": "/var/cache/trainyard/extensions",
+    "TRITON_CACHE_DIR": "/var/cache/trainyard/triton",
+}
 FEATURE_PACKAGES = {
     "devel": ("git", "libaio-dev", "make", "python3-dev"),
     "sshd": ("openssh-client", "openssh-server"),
@@ -26,16 +34,22 @@ def render(row: Row, root: Path) -> str:
     ``root`` is the checkout: the lock files under it are part of the kernels' key.
     """
     template = _environment(root / "templates").get_template("Dockerfile.j2")
-    return template.render(
-        row=row,
-        contents=_contents(row),
-        base_packages=sorted({*BASE_PACKAGES, row.base.libaio, "python3-venv"}),
-        toolchain_packages=sorted({*TOOLCHAIN_PACKAGES, *_compilers(row)}),
-        runtime_packages=_runtime_packages(row),
-        kernels_key=kernels_key(row, root, row.accelerator, row.ops),
-        twin_key=kernels_key(row, root, "cpu", row.twin_ops),
-        labels=labels(row),
-    ).rstrip() + "\n"
+    row = replace(row, summary=" ".join(row.summary.split()))  # one line, also where YAML folds it
+    return (
+        template.render(
+            row=row,
+            contents=_contents(row),
+            base_packages=sorted({*BASE_PACKAGES, row.base.libaio}),
+            uv_packages=("python3-venv",),
+            toolchain_packages=sorted({*TOOLCHAIN_PACKAGES, *_compilers(row)}),
+            runtime_packages=_runtime_packages(row),
+            caches=CACHES,
+            kernels_key=kernels_key(row, root, row.accelerator, row.ops),
+            twin_key=kernels_key(row, root, "cpu", row.twin_ops),
+            labels={name: _quotable(value) for name, value in labels(row).items()},
+        ).rstrip()
+        + "\n"
+    )
 
 
 def kernels_key(row: Row, root: Path, accelerator: str, ops: tuple[str, ...]) -> str:
@@ -50,9 +64,7 @@ def kernels_key(row: Row, root: Path, accelerator: str, ops: tuple[str, ...]) ->
     parts += [_entry(root / "images" / row.id / "requirements.lock", name) for name in ("torch", "deepspeed")]
     if accelerator == "cuda" and row.toolkit:
         parts += [row.toolkit.provider, row.toolkit.version, row.torch_arch_list]
-    for script in sorted((root / "kernels").rglob("*")):
-        if script.is_file():
-            parts.append(script.read_text())
+    parts += [script.read_text() for script in sorted(_files(root / "kernels"))]
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
 
 
@@ -84,8 +96,13 @@ def inputs(row: Row, root: Path) -> tuple[Path, ...]:
     found = [root / "images" / row.id / "Dockerfile", uv_lock(root / "images").path]
     found += [lock.path for lock in locks(row, root / "images")]
     for folder in ("rootfs", *(["kernels"] if row.has_deepspeed else [])):
-        found += [path for path in (root / folder).rglob("*") if path.is_file()]
+        found += _files(root / folder)
     return tuple(sorted(found))
+
+
+def _files(folder: Path) -> list[Path]:
+    """The files that reach a build: .dockerignore keeps Python's caches out."""
+    return [path for path in folder.rglob("*") if path.is_file() and "__pycache__" not in path.parts]
 
 
 def contents_id(row: Row, root: Path, base_digest: str) -> str:
@@ -101,11 +118,16 @@ def contents_id(row: Row, root: Path, base_digest: str) -> str:
 
 
 def _environment(templates: Path) -> Environment:
-    return Environment(  # noqa: S701 - Dockerfiles, not HTML
+    return Environment(
         loader=FileSystemLoader(templates),
         undefined=StrictUndefined,
         keep_trailing_newline=True,
     )
+
+
+def _quotable(value: str) -> str:
+    """The text as it stands between double quotes in a Dockerfile."""
+    return re.sub(r'([\\"$])', r"\\\1", value)
 
 
 def _contents(row: Row) -> list[str]:

@@ -176,9 +176,7 @@ def _env(
     return () if older(deepspeed, rule.env_since) else ((rule.env, rule.value),)
 
 
-def _notes(
-    stack: Stack, deepspeed: str | None, features: frozenset[str], facts: Facts
-) -> Iterator[str]:
+def _notes(stack: Stack, deepspeed: str | None, features: frozenset[str], facts: Facts) -> Iterator[str]:
     yield from _torch_notes(stack, facts)
     if deepspeed:
         yield from _kernel_notes(stack, facts)
@@ -243,9 +241,7 @@ def _kernel_notes(stack: Stack, facts: Facts) -> Iterator[str]:
         )
 
 
-def _deepspeed_notes(
-    stack: Stack, deepspeed: str, features: frozenset[str], facts: Facts
-) -> Iterator[str]:
+def _deepspeed_notes(stack: Stack, deepspeed: str, features: frozenset[str], facts: Facts) -> Iterator[str]:
     rule = facts.deepspeed.import_without_nvcc
     if not stack.is_cpu and older(deepspeed, rule.fixed) and "devel" not in features:
         if older(deepspeed, rule.env_since):

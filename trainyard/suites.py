@@ -26,7 +26,10 @@ def run(item: Item, root: Path, engine: Engine, pytest_args: Sequence[str], say:
     command += ["--junitxml", str(root / "out" / row.id / "tests.xml"), "-p", "no:cacheprovider"]
     if row.twin_ops and not os.environ.get("GPUS") and not os.environ.get("REQUIRE_GPU"):
         say(f"{row.id}: building the CPU twin for the training tests")
-        command += ["--twin", str(build_twin(item, root, engine, lambda name: say(f"{row.id}: {name[:100]}")))]
+        command += [
+            "--twin",
+            str(build_twin(item, root, engine, lambda name: say(f"{row.id}: {name[:100]}"))),
+        ]
     say(f"{row.id}: testing")
     done = subprocess.run([*command, *pytest_args], cwd=root, env=engine.environment)
     if done.returncode == 2:  # pytest was interrupted

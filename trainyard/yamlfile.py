@@ -133,9 +133,7 @@ def _syntax(path: Path, error: yaml.YAMLError) -> str:
     return f"{path}:{line}: not YAML: {context}{error.problem}{column}"
 
 
-def _plain(
-    node: yaml.Node, path: Path, problems: list[Problem], above: tuple[yaml.Node, ...]
-) -> Any:
+def _plain(node: yaml.Node, path: Path, problems: list[Problem], above: tuple[yaml.Node, ...]) -> Any:
     """The node as dict, list or scalar; duplicates and cycles go to ``problems``."""
     if node in above:
         where = Where(path, node.start_mark.line + 1)

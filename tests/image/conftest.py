@@ -56,7 +56,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def _rows(config: pytest.Config) -> dict[str, Row]:
-    ids = [part for part in config.getoption("--images").split(",") if part]
+    ids = [part for part in config.getoption("--images", default="").split(",") if part]
     if not ids:
         return {}
     path = config.getoption("--matrix") or config.rootpath / "matrix.yaml"

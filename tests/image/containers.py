@@ -30,7 +30,7 @@ TWIN = "/twin"  # where the CPU twin is mounted
 Command = str | Sequence[str]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Ran:
     """A command that ran in a container."""
 
@@ -38,6 +38,9 @@ class Ran:
     rc: int
     out: str
     err: str
+
+    def __repr__(self) -> str:
+        return f"<exit code {self.rc}: {self.text[-2000:]}>"
 
     @property
     def text(self) -> str:
@@ -51,6 +54,7 @@ class Ran:
 
     def ok(self) -> str:
         """Its output; a failure of the test if it ended with another code than 0."""
+        __tracebackhide__ = True
         if self.rc:
             end = "\n".join(self.text.splitlines()[-40:])
             why = "ran out of time" if self.timed_out else f"exit code {self.rc}"
@@ -103,11 +107,14 @@ class Container:
         """Copy one file out of the container, into the folder ``to``."""
         chunks, _ = self.raw.get_archive(path)
         with tarfile.open(fileobj=io.BytesIO(b"".join(chunks))) as archive:
-            archive.extractall(to, filter="data")
-        return to / Path(path).name
+            content = archive.extractfile(Path(path).name)
+            assert content is not None, f"{path} is not a file"
+            target = to / Path(path).name
+            target.write_bytes(content.read())
+        return target
 
 
-@dataclass
+@dataclass(repr=False)
 class Image:
     """An image under test and its container; what the ``image`` fixture returns."""
 
@@ -119,6 +126,9 @@ class Image:
     gpus: str  # what --gpus said: "", "all" or a number
     twin: Path | None  # where the CPU twin lies on this host
     notes: list[str] = field(default_factory=list)  # what ran; printed at the end
+
+    def __repr__(self) -> str:
+        return f"<image {self.ref}>"
 
     def exec(self, command: Command, **options: Any) -> Ran:
         """:meth:`Container.exec` in the long-lived container."""

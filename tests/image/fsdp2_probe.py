@@ -19,15 +19,13 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
 sys.path.insert(0, "/opt/trainyard/examples")
-import train_zero3 as example
+import train_zero3 as example  # type: ignore[import-not-found]  # only in the image
 
 
 def main() -> None:
     """Train, and write this rank's facts."""
     folder, steps, device = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
-    dist.init_process_group(
-        "nccl" if device == "cuda" else "gloo", timeout=timedelta(seconds=120)
-    )
+    dist.init_process_group("nccl" if device == "cuda" else "gloo", timeout=timedelta(seconds=120))
     rank, world_size = dist.get_rank(), dist.get_world_size()
     if device == "cuda":
         torch.cuda.set_device(rank)
@@ -61,9 +59,7 @@ def main() -> None:
         "sharded": isinstance(model, FSDPModule),
         "shapes": shapes,
         "local_numel": sum(p.to_local().numel() for p in model.parameters()),
-        "moments_numel": sum(
-            state["exp_avg"].to_local().numel() for state in optimizer.state.values()
-        ),
+        "moments_numel": sum(state["exp_avg"].to_local().numel() for state in optimizer.state.values()),
         "losses": losses,
     }
     folder.mkdir(parents=True, exist_ok=True)

@@ -141,9 +141,7 @@ def reference(image: Image, plan: Plan) -> Facts:
 def full_run(image: Image, plan: Plan) -> Run:
     """An uninterrupted ZeRO-3 run that saves a checkpoint on its way."""
     folder = f"/tmp/checkpoints-{uuid.uuid4().hex[:12]}"
-    run = train(
-        image.container, plan, launch("torchrun"), "--save-at", str(SAVE_AT), checkpoints=folder
-    )
+    run = train(image.container, plan, launch("torchrun"), "--save-at", str(SAVE_AT), checkpoints=folder)
     return Run(run.nonce, run.results, folder)
 
 
@@ -203,7 +201,9 @@ def test_trains_in_bf16(image: Image, plan: Plan, reference: Facts) -> None:
 def test_trains_without_network(image: Image, plan: Plan, reference: Facts, user: str) -> None:
     """As root, and as a user that the image does not know."""
     with image.fresh(network_mode="none", user=user) as container:
-        run = train(container, plan, launch("torchrun"))
+        # Nothing resolves the container's own name there, so torchrun is told its address
+        # (https://github.com/pytorch/pytorch/issues/150532).
+        run = train(container, plan, [*launch("torchrun"), "--local-addr", "127.0.0.1"])
     expect = run.expect(plan, "torchrun", uid=int(user.split(":")[0]))
     assert verify(run.results, reference, expect) == []
     say(image, plan, run, f"torchrun, no network, user {user}")
@@ -212,9 +212,7 @@ def test_trains_without_network(image: Image, plan: Plan, reference: Facts, user
 @with_deepspeed
 def test_resumes_bit_for_bit(image: Image, plan: Plan, full_run: Run, reference: Facts) -> None:
     """New processes, other initial weights: what counts comes from the checkpoint."""
-    run = train(
-        image.container, plan, launch("torchrun"), "--resume", checkpoints=full_run.folder
-    )
+    run = train(image.container, plan, launch("torchrun"), "--resume", checkpoints=full_run.folder)
     assert [facts["first_step"] for facts in run.results] == [SAVE_AT] * WORLD_SIZE
     assert verify_resume(full_run.results, run.results) == []
 

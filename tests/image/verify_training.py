@@ -98,8 +98,7 @@ def _identity(results: Sequence[Facts], expect: Expect) -> list[str]:
         for key, want in asked.items():
             if facts.get(key) != want:
                 problems.append(
-                    f"world: {key} is {facts.get(key)!r}, asked for {want!r}"
-                    f" (rank {facts.get('rank')})"
+                    f"world: {key} is {facts.get(key)!r}, asked for {want!r} (rank {facts.get('rank')})"
                 )
         for name, version in expect.versions.items():
             got = facts.get("versions", {}).get(name)
@@ -120,9 +119,7 @@ def _sharding(facts: Facts, reference: Facts, expect: Expect) -> list[str]:
     if facts["stage"] != 3 or facts["zero_optimizer"] != "DeepSpeedZeroOptimizer_Stage3":
         problems.append(f"sharding: stage {facts['stage']}, {facts['zero_optimizer']}")
     if facts["live_param_numel"] != 0:
-        problems.append(
-            f"sharding: {facts['live_param_numel']} parameter elements are whole between steps"
-        )
+        problems.append(f"sharding: {facts['live_param_numel']} parameter elements are whole between steps")
     for key, want in {
         "local_param_numel": share,
         "fp32_partition_numel": share,

@@ -33,9 +33,7 @@ def elf(sections: dict[bytes, bytes]) -> bytes:
         names += name + b"\0"
         if name == b".shstrtab":
             content = names
-        headers.append(
-            struct.pack("<IIQQQQIIQQ", offset, 1, 0, 0, 64 + len(body), len(content), 0, 0, 1, 0)
-        )
+        headers.append(struct.pack("<IIQQQQIIQQ", offset, 1, 0, 0, 64 + len(body), len(content), 0, 0, 1, 0))
         body += content
     head = struct.pack(
         "<6s10xHHIQQQIHHHHHH", b"\x7fELF\x02\x01", 3, 62, 1, 0, 0, 64 + len(body), 0, 64, 0, 0,

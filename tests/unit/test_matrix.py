@@ -93,7 +93,10 @@ PIECES = st.sampled_from(["", "null", "1.10", "[", "{}", "- a", '"x"', "cu990", 
 
 
 @settings(
-    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=60,
+    deadline=None,
+    database=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 @given(number=st.integers(0, len(LINES) - 1), piece=PIECES, keep_key=st.booleans())
 def test_a_damaged_matrix_loads_or_is_refused_with_a_line(

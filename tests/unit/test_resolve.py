@@ -6,7 +6,7 @@ import dataclasses
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trainyard import compat, resolve
@@ -114,9 +114,7 @@ def test_build_off_pypi_pins_both_libraries() -> None:
 
 def test_ops_can_be_replaced_and_skipped() -> None:
     skip = {"cpu_adam": {"reason": "slow here", "url": "https://example.org/1"}}
-    row = _only_row(
-        stack("cu121-pt29", ops=["cpu_adam", "fused_adam"], skip_ops=skip), "cu121-pt29"
-    )
+    row = _only_row(stack("cu121-pt29", ops=["cpu_adam", "fused_adam"], skip_ops=skip), "cu121-pt29")
     assert row.ops == ("fused_adam",)
     assert [op.op for op in row.skipped_ops] == ["cpu_adam"]
 
@@ -191,6 +189,7 @@ VERSIONS = st.lists(st.integers(0, 30), min_size=1, max_size=4).map(
 )
 
 
+@settings(database=None)
 @given(VERSIONS, VERSIONS)
 def test_versions_are_ordered_as_numbers(a: str, b: str) -> None:
     assert not (older(a, b) and older(b, a))

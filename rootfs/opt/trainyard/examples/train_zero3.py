@@ -13,6 +13,9 @@ Start it with any launcher::
     deepspeed --num_gpus 2 train_zero3.py --steps 40
     python train_zero3.py --reference --steps 40        # plain torch, one process
 
+Where a host cannot resolve its own name (``docker run --network none``), torchrun also needs
+``--local-addr 127.0.0.1``.
+
 Save in the middle, and continue from there in new processes::
 
     torchrun ... train_zero3.py --steps 40 --checkpoint-dir /data/run1 --save-at 20
@@ -391,9 +394,7 @@ def train_zero(args: argparse.Namespace) -> None:
     import deepspeed
     import torch.distributed as dist
 
-    deepspeed.init_distributed(
-        dist_backend=backend, timeout=timedelta(seconds=args.timeout), verbose=False
-    )
+    deepspeed.init_distributed(dist_backend=backend, timeout=timedelta(seconds=args.timeout), verbose=False)
     try:
         rank, world_size = dist.get_rank(), dist.get_world_size()
         device = torch.device("cuda", local_rank) if backend == "nccl" else torch.device("cpu")
@@ -401,9 +402,7 @@ def train_zero(args: argparse.Namespace) -> None:
         # Other weights when resuming: if the checkpoint were not loaded, it would show.
         model = build_model(args.seed + args.resume, args.tied)
         config = engine_config(args, world_size)
-        engine, *_ = deepspeed.initialize(
-            model=model, model_parameters=model.parameters(), config=config
-        )
+        engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
 
         checksums: dict[int, str] = {}
         first_step = 0

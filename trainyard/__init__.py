@@ -1,0 +1,1 @@
+"""Trainyard: from a row of matrix.yaml to an image that has trained with ZeRO-3."""
