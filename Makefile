@@ -6,10 +6,10 @@ TEST_MATRIX ?= cpu-pt213,cu121-pt29
 BUILD := .venv/bin/python build.py
 
 .DEFAULT_GOAL := help
-.PHONY: help build test list explain lock render plan check unit doctor clean clean-all engine-stop venv
+.PHONY: help build test list explain lock render plan check unit e2e relock doctor clean clean-all engine-stop venv
 
 help: ## show this text
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 build: venv ## build MATRIX (default: the matrix's default) and print what was built
 	@$(BUILD) build '$(MATRIX)'
@@ -41,6 +41,14 @@ check: venv ## lint, types, drift and unit tests: no engine needed
 
 unit: venv ## unit tests only
 	@.venv/bin/python -m pytest -q tests/unit
+
+e2e: venv ## real faults: interrupted and wrong builds, an engine killed with -9 (root)
+	@.venv/bin/python -m pytest tests/e2e
+
+relock: venv ## lock what Trainyard itself runs on
+	@.venv/bin/uv pip compile --quiet --universal --python-version 3.11 --no-python-downloads \
+		--system-certs --generate-hashes --custom-compile-command "make relock" \
+		requirements.in -o requirements.lock
 
 clean: venv ## remove out/
 	@$(BUILD) clean

@@ -27,6 +27,7 @@ import os
 import platform
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -52,7 +53,7 @@ for name in sys.argv[1:]:
         loaded = ALL_OPS[name].load(verbose=False)
     except Exception as error:
         sys.exit(f"{name}: {type(error).__name__}: {error}")
-    print(name, getattr(loaded, "__file__", "?"))
+    print(name, getattr(loaded, "__file__", "?"), flush=True)
 """
 
 
@@ -212,9 +213,9 @@ def why_it_broke(log: list[str], code: int) -> str:
     text = "".join(log)
     at = re.findall(r"building '([\w.]+)' extension", text)
     op = at[-1].rsplit(".", 1)[-1].removesuffix("_op") if at else "?"
-    if code in (137, -9) or "Killed signal" in text:
+    if code in (137, -9) or re.search(r"[Kk]ill(ed)? signal", text):
         return f"op {op}: the compiler was killed: out of memory; give the engine more or fewer cores"
-    errors = [line.strip() for line in log if re.search(r"error:|undefined reference|cannot find", line)]
+    errors = [line.strip() for line in log if re.search(r"error\s*:|undefined reference|cannot find", line)]
     return f"op {op} did not compile: {errors[0] if errors else f'pip ended with {code}'}"
 
 
@@ -247,10 +248,19 @@ def check(wheel: Path, accelerator: str, ops: tuple[str, ...]) -> None:
         )
         sys.stdout.write(done.stdout)
         if done.returncode:
-            fail(f"an op does not load: {done.stderr.strip().splitlines()[-1]}")
+            fail(f"an op does not load: {last_words(done, ops)}")
         strays = [line for line in done.stdout.splitlines() if "_op" in line and folder not in line]
         if strays:
             fail(f"an op did not load from the wheel: {strays[0]}")
+
+
+def last_words(done: subprocess.CompletedProcess[str], ops: tuple[str, ...]) -> str:
+    """Why LOAD_OP ended; where a signal ended it (SIGILL: a foreign instruction set) it said nothing."""
+    if done.returncode < 0:
+        loaded = {line.split()[0] for line in done.stdout.splitlines() if line.strip()}
+        op = next((op for op in ops if op not in loaded), "?")
+        return f"{op}: killed by {signal.Signals(-done.returncode).name}"
+    return (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
 
 
 def install(wheel: Path, folder: Path) -> None:

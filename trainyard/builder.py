@@ -44,7 +44,7 @@ def build(
         image_id = engine.build(_request(item, root, out / "build.log", tag=candidate), on_step)
         on_step("measuring")
         origin = manifest.Origin(
-            row.id, item.contents_id, item.base.facts(), build_seconds=time.monotonic() - started
+            row.id, item.contents_id, _base_facts(item), build_seconds=time.monotonic() - started
         )
         found = manifest.measure(engine, image_id, origin)
         if different := gate.differences(row, found):
@@ -97,6 +97,11 @@ def _request(
         tag=tag,
         unpack_to=unpack_to,
     )
+
+
+def _base_facts(item: Item) -> dict[str, str]:
+    base = item.base
+    return {"name": item.row.base.image, "ref": base.ref, "digest": base.digest, "origin": base.origin}
 
 
 def _labels(item: Item) -> dict[str, str]:

@@ -110,7 +110,7 @@ def list_(app: App, selection: tuple[str, ...], json_: bool) -> None:
         cells += [str(one["ops"] or ""), _at_least(one["driver_floor"]), _at_least(one["cuda_level"])]
         table.add_row(*(cell or "-" for cell in cells), one["built"] or "no")
     # A table that is cut off or wrapped cannot be read by grep either, so it may be wide.
-    out.print(table, crop=False, width=200)
+    Console(width=200, highlight=False).print(table, crop=False)
 
 
 def _at_least(version: str | None) -> str:
@@ -195,7 +195,7 @@ def render_(app: App, selection: tuple[str, ...], check: bool) -> None:
     """Render images/<id>/Dockerfile for all rows or a SELECTION."""
     rows = app.select(selection, default="all")
     drift = [path for row in rows if (path := _render_one(row, check))]
-    if not selection:
+    if not selection and app.path.resolve() == ROOT / "matrix.yaml":
         drift += _strangers({row.id for row in rows}, check)
     for path in drift:
         out.print(
@@ -238,7 +238,7 @@ base_option = click.option(
 
 
 def prepare(
-    app: App, rows: Sequence[Row], base_mode: str, force: bool = False
+    app: App, rows: Sequence[Row], base_mode: bases.Mode, force: bool = False
 ) -> tuple[Engine, tuple[Item, ...]]:
     """What `plan`, `build` and `test` share: checks, an engine, bases, the plan."""
     check_generated(rows, ROOT)
@@ -255,7 +255,7 @@ def prepare(
 @base_option
 @as_json
 @click.pass_obj
-def plan_(app: App, selection: tuple[str, ...], base_mode: str, json_: bool) -> None:
+def plan_(app: App, selection: tuple[str, ...], base_mode: bases.Mode, json_: bool) -> None:
     """Say what `build` would build, and why.
 
     SELECTION: ids, globs and commas, or `all`; the matrix's default where it is empty.
@@ -274,7 +274,9 @@ def plan_(app: App, selection: tuple[str, ...], base_mode: str, json_: bool) -> 
 @click.option("--force", is_flag=True, help="Build even what is up to date.")
 @click.option("--keep-going", is_flag=True, help="Go on with the other rows when one fails.")
 @click.pass_obj
-def build_(app: App, selection: tuple[str, ...], base_mode: str, force: bool, keep_going: bool) -> None:
+def build_(
+    app: App, selection: tuple[str, ...], base_mode: bases.Mode, force: bool, keep_going: bool
+) -> None:
     """Build, measure and gate images; tag those that are what their row says.
 
     SELECTION: ids, globs and commas, or `all`; the matrix's default where it is empty.
@@ -354,7 +356,9 @@ def _show(found: dict[str, Any]) -> None:
 @base_option
 @click.option("--keep-going", is_flag=True, help="Go on with the other rows when one fails.")
 @click.pass_obj
-def test_(app: App, selection: str, pytest_args: tuple[str, ...], base_mode: str, keep_going: bool) -> None:
+def test_(
+    app: App, selection: str, pytest_args: tuple[str, ...], base_mode: bases.Mode, keep_going: bool
+) -> None:
     """Build what is missing, then run the image tests: the contract, and ZeRO-3 on two ranks.
 
     SELECTION: ids, globs and commas, or `all`; the matrix's default where it is empty.

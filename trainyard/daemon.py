@@ -612,6 +612,7 @@ def dockerd_config(at: Layout, pool: ipaddress.IPv4Network) -> dict[str, Any]:
         "ip6tables": False,
         "default-address-pools": [{"base": str(pool), "size": 24}],
         "group": "root",
+        "shutdown-timeout": 10,
         "exec-opts": ["native.cgroupdriver=cgroupfs"],
         "features": {"containerd-snapshotter": False},
         "builder": {"gc": {"enabled": True, "defaultKeepStorage": f"{size // 2 // 10**9}GB"}},

@@ -43,7 +43,8 @@ class Lock:
         """Hash of the inputs; kept in the file's head so that a stale lock is seen offline."""
         parts = [*self.requirements, "overrides", *self.overrides, "python", self.python, *self.limits]
         if self.constraints:
-            parts += ["constraints", Lock(self.constraints, ()).recorded_id() or "missing"]
+            found = self.constraints.read_text() if self.constraints.exists() else "missing"
+            parts += ["constraints", found]
         return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
 
     def recorded_id(self) -> str | None:

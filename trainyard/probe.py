@@ -139,7 +139,8 @@ def load_op(op: str, accelerator: str, site: Path) -> dict[str, Any]:
         capture_output=True,
     )
     if done.returncode:
-        return {"loads": False, "error": done.stderr.strip().splitlines()[-1]}
+        words = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
+        return {"loads": False, "error": words[-1]}
     file = done.stdout.strip().splitlines()[-1] if done.stdout.strip() else ""
     return {"loads": True, "file": file, "prebuilt": file.startswith(str(site)) or not file} | code(file)
 

@@ -62,7 +62,11 @@ def test_a_package_with_another_hash_is_not_installed(
     docker: Engine, cpu_row: Row, base: bases.BaseImage, tmp_path: Path
 ) -> None:
     lock = (ROOT / "images" / cpu_row.id / "requirements.lock").read_text()
-    wrong = re.sub(r"(?<=\nidna==)(.*\n\s+--hash=sha256:)\w+(.*\n\s+--hash=sha256:)\w+", rf"\g<1>{'0' * 64}\g<2>{'1' * 64}", lock)
+    wrong = re.sub(
+        r"(?<=\nidna==)(.*\n\s+--hash=sha256:)\w+(.*\n\s+--hash=sha256:)\w+",
+        rf"\g<1>{'0' * 64}\g<2>{'1' * 64}",
+        lock,
+    )
     assert wrong != lock
     (tmp_path / "locks").mkdir()
     (tmp_path / "locks/requirements.lock").write_text(wrong)

@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
 sys.path.insert(0, "/opt/trainyard/examples")
-import train_zero3 as example  # type: ignore[import-not-found]  # only in the image
+import train_zero3 as example
 
 
 def main() -> None:
