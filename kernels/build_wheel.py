@@ -112,7 +112,9 @@ def compile_wheel(args: argparse.Namespace, ops: tuple[str, ...]) -> Path:
     """Build the wheel in a fixed folder (so that ccache sees the same paths each time)."""
     source = unpack(download(args.lock))
     env = build_env(args.accelerator, ops)
-    say(f"compiling {', '.join(ops)} with MAX_JOBS={env['MAX_JOBS']}")
+    say(
+        f"compiling {', '.join(ops)} with MAX_JOBS={env['MAX_JOBS']} DS_NVCC_THREADS={env['DS_NVCC_THREADS']}"
+    )
     wheels = Path(tempfile.mkdtemp(prefix="wheel-"))
     command = [sys.executable, "-m", "pip", "wheel", "-v", "--no-build-isolation", "--no-deps"]
     command += ["--no-cache-dir", "--no-index", "-w", str(wheels), str(source)]
@@ -161,19 +163,21 @@ def unpack(sdist: Path) -> Path:
 
 def build_env(accelerator: str, ops: tuple[str, ...]) -> dict[str, str]:
     bin_dir = HERE / "bin"
+    jobs, threads = parallelism(len(os.sched_getaffinity(0)), memory_bytes())
     env = dict(os.environ)
     env |= {
         "DS_ACCELERATOR": accelerator,
         "DS_BUILD_OPS": "0",
         "DS_ENABLE_NINJA": "1",
-        "DS_NVCC_THREADS": "1",
-        "MAX_JOBS": str(jobs()),
+        "DS_NVCC_THREADS": str(threads),
+        "MAX_JOBS": str(jobs),
         "CC": str(bin_dir / "gcc"),
         "CXX": str(bin_dir / "g++"),
         "PYTORCH_NVCC": str(bin_dir / "nvcc"),
         "PATH": f"{bin_dir}:{Path(sys.executable).parent}:{os.environ['PATH']}",  # ninja is there
         "LDFLAGS": link_flags(accelerator),
         "CCACHE_NOHASHDIR": "1",
+        "CCACHE_IGNOREOPTIONS": "--threads=*",  # it does not change what comes out
     }
     for op in ops:
         env[f"DS_BUILD_{SWITCHES.get(op, op.upper())}"] = "1"
@@ -192,10 +196,16 @@ def link_flags(accelerator: str) -> str:
     return "-Wl,--strip-debug -Wl,--push-state,--no-as-needed -laio -lgomp -Wl,--pop-state"
 
 
-def jobs() -> int:
-    """Compile jobs: one a core, and 3 GB of memory each, the peak of one nvcc thread."""
-    cores = len(os.sched_getaffinity(0))
-    return max(1, min(cores, memory_bytes() // (3 * 1024**3)))
+def parallelism(cores: int, memory: int) -> tuple[int, int]:
+    """Compile jobs, and threads of each nvcc, for so many cores and bytes of memory.
+
+    One nvcc thread peaks at about 3 GB.  Ops are built one after another, and each ends with one
+    large file, so nvcc gets two threads (one an architecture) where memory allows: otherwise all
+    cores but one wait for that file.  https://github.com/LMCache/LMCache/pull/4733
+    """
+    budget = max(1, memory // (3 * 1024**3))
+    jobs = max(1, min(cores, budget))
+    return jobs, 2 if budget >= 2 * jobs else 1
 
 
 def memory_bytes() -> int:

@@ -75,7 +75,7 @@ def test_a_package_with_another_hash_is_not_installed(
         "--mount=type=bind,from=locks,source=requirements.lock,target=/tmp",
     )
     broken = request(text, tmp_path, base, "python")
-    with pytest.raises(StepFailed, match="(?i)hash"):
+    with pytest.raises(StepFailed, match=r"(?i)hash"):
         docker.build(
             BuildRequest(**{**vars(broken), "contexts": {**broken.contexts, "locks": tmp_path / "locks"}})
         )

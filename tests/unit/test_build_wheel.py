@@ -107,15 +107,15 @@ def test_a_failure_without_a_known_error_tells_pip_s_exit_code() -> None:
     assert build_wheel.why_it_broke([], 2) == "op ? did not compile: pip ended with 2"
 
 
-def test_there_is_a_job_a_core_but_never_more_than_memory_allows(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _pid: set(range(8)))
-    for gigabytes, wanted in ((1, 1), (3, 1), (7, 2), (12, 4), (256, 8)):
-        monkeypatch.setattr(build_wheel, "memory_bytes", lambda size=gigabytes: size * 1024**3)
-        assert build_wheel.jobs() == wanted
+@pytest.mark.parametrize(
+    ("gigabytes", "wanted"),
+    [(1, (1, 1)), (7, (2, 1)), (12, (4, 1)), (26, (8, 1)), (48, (8, 2)), (256, (8, 2))],
+)
+def test_jobs_and_nvcc_threads_fit_cores_and_memory(gigabytes: int, wanted: tuple[int, int]) -> None:
+    assert build_wheel.parallelism(8, gigabytes * 1024**3) == wanted
 
 
-def test_there_is_at_least_one_job_here() -> None:
-    assert 1 <= build_wheel.jobs() <= len(os.sched_getaffinity(0))
+def test_the_memory_of_this_machine_is_found() -> None:
     assert build_wheel.memory_bytes() > 0
 
 
