@@ -263,10 +263,21 @@ class Story:
         self._partial: dict[str, str] = {}
         self._decoders: dict[str, codecs.IncrementalDecoder] = {}
         self._failed: tuple[str, str] | None = None
+        self._spread: list[str] = []
         self._other: deque[str] = deque(maxlen=TAIL_LINES)
 
     def hear(self, line: str) -> None:
-        """Take one line of the client's output."""
+        """Take one line of the client's output.
+
+        buildx 0.13 spreads each status over many lines, from a bare ``{`` to a bare ``}``; later
+        ones print it on one.
+        """
+        if self._spread or line.rstrip() == "{":
+            self._spread.append(line)
+            if line.rstrip() != "}":
+                return
+            line = "".join(self._spread)
+            self._spread.clear()
         try:
             status = json.loads(line)
         except ValueError:

@@ -243,3 +243,12 @@ def test_a_build_that_ends_without_a_word_says_so() -> None:
 def test_a_very_long_error_is_cut() -> None:
     told = Told().hear(failed("a", f"[x 1/1] RUN {'x' * 3000}", "y" * 3000))
     assert len(told.story.failure()) < 1000
+
+
+def test_a_status_spread_over_many_lines_is_read_as_one() -> None:
+    """buildx 0.13 prints its JSON indented, though it calls it one status a line."""
+    told = Told()
+    status = vertex("a", "[base 1/1] RUN true", started=STARTED) | output("a", "all's } well\n")
+    for line in (json.dumps(status, indent=2) + "\n").splitlines(keepends=True):
+        told.story.hear(line)
+    assert told.log == "==> [base 1/1] RUN true\n    all's } well\n"
