@@ -6,10 +6,13 @@ Exit codes: 0 done, 1 a build, test or gate failed, 2 the input is wrong, 130 in
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import signal
 import sys
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -303,14 +306,7 @@ def _build_one(engine: Engine, item: Item) -> None:
         else:
             say(f"{item.row.id}: building: {item.why}")
             engine.make_room(builder.need_bytes(item.row), say)
-            with err.status(f"{item.row.id}: starting") as status:
-
-                def on_step(name: str) -> None:
-                    text = escape(name if len(name) < 100 else name[:97] + "...")
-                    if not err.is_terminal:
-                        err.print(f"[dim]{item.row.id}: {text}[/dim]")
-                    status.update(f"{item.row.id}: {text}")
-
+            with progress(item.row.id) as on_step:
                 found = builder.build(item, ROOT, engine, on_step)
     if found:
         _show(found)
@@ -370,7 +366,9 @@ def test_(
         try:
             _build_one(engine, item)
             with engine.exclusive(item.row.id, say):
-                suites.run(item, ROOT, engine, pytest_args, say)
+                with progress(f"{item.row.id} twin") as on_step:
+                    twin = suites.twin(item, ROOT, engine, on_step)
+                suites.run(item, ROOT, engine, twin, pytest_args, say)
         except StepFailed as error:
             failed.append(item.row.id)
             complain(error)
@@ -424,6 +422,30 @@ def clean(everything: bool) -> None:
 def size(count: int) -> str:
     """Bytes for people, in decimal units as registries show them."""
     return f"{count / 1e9:.2f} GB" if count >= 1e9 else f"{count / 1e6:.0f} MB"
+
+
+@contextmanager
+def progress(label: str) -> Iterator[Callable[[str], None]]:
+    """Yield what a build tells its steps to: a spinner on a terminal, lines elsewhere."""
+    if not err.is_terminal:
+        yield lambda step: say(f"{label}: {short(step)}")
+        return
+    began = time.monotonic()
+    with err.status(f"{label}: starting") as status:
+
+        def on_step(step: str) -> None:
+            minutes, seconds = divmod(int(time.monotonic() - began), 60)
+            status.update(f"{label}: {minutes}:{seconds:02} {escape(short(step))}")
+
+        yield on_step
+
+
+def short(step: str) -> str:
+    """A build step without what is the same in every one: mounts, shell options, the CA."""
+    step = re.sub(
+        r"--mount=\S+ |set -eux?; |if \[ -s /run/secrets/ca \].*?fi; |DEBIAN_FRONTEND=\S+ ", "", step
+    )
+    return step if len(step) <= 100 else step[:97] + "..."
 
 
 def complain(error: Exception) -> None:
