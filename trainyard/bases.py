@@ -25,8 +25,8 @@ from typing import Any, Literal, Protocol
 import docker
 from docker.errors import APIError, DockerException, ImageNotFound
 
-from trainyard import hostenv
-from trainyard.hostenv import Say, silent, tail
+from trainyard import apt
+from trainyard.hostenv import Say, find_tool, silent, tail
 from trainyard.model import Base, StepFailed
 
 Mode = Literal["auto", "registry", "bootstrap"]
@@ -261,7 +261,7 @@ def sources(suite: str, mirrors: tuple[str, str]) -> list[str]:
         mirrors: the addresses of the archive and of the security archive.
     """
     archive, security = mirrors
-    signed = f"[signed-by={hostenv.DEBIAN_KEYRING}]"
+    signed = f"[signed-by={apt.DEBIAN_KEYRING}]"
     return [
         f"deb {signed} {archive} {suite} main",
         f"deb {signed} {archive} {suite}-updates main",
@@ -279,7 +279,7 @@ def bootstrap_command(suite: str, mirrors: tuple[str, str], target: Path) -> lis
 
 
 def _recipe(suite: str) -> str:
-    command = bootstrap_command(suite, hostenv.debian_mirrors(), Path("-"))
+    command = bootstrap_command(suite, apt.debian_mirrors(), Path("-"))
     return hashlib.sha256("\0".join(command).encode()).hexdigest()[:16]
 
 
@@ -312,11 +312,11 @@ def _kept(suite: str, engine: Engine) -> tuple[str, str] | None:
 
 
 def _bootstrap(suite: str, engine: Engine, say: Say) -> tuple[str, str]:
-    if hostenv.find_tool("mmdebstrap") is None:
+    if find_tool("mmdebstrap") is None:
         needed = ["mmdebstrap"]
-        if not hostenv.DEBIAN_KEYRING.exists():  # Ubuntu
+        if not apt.DEBIAN_KEYRING.exists():  # Ubuntu
             needed.append("debian-archive-keyring")
-        hostenv.install(needed, say)
+        apt.install(needed, say)
     with tempfile.TemporaryDirectory(prefix="trainyard-base-") as folder:
         tar = Path(folder) / "base.tar"
         _run_mmdebstrap(suite, tar)
@@ -324,7 +324,7 @@ def _bootstrap(suite: str, engine: Engine, say: Say) -> tuple[str, str]:
 
 
 def _run_mmdebstrap(suite: str, tar: Path) -> None:
-    command = bootstrap_command(suite, hostenv.debian_mirrors(), tar)
+    command = bootstrap_command(suite, apt.debian_mirrors(), tar)
     # a fixed date makes equal packages equal layers: the layer's digest is part of contents ids
     env = {**os.environ, "SOURCE_DATE_EPOCH": "1735689600", "LC_ALL": "C.UTF-8"}
     done = subprocess.run(

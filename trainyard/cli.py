@@ -404,8 +404,8 @@ def doctor_(app: App, selection: tuple[str, ...], json_: bool) -> None:
 @main.command("engine-stop", epilog=examples("engine-stop"))
 def engine_stop() -> None:
     """Stop the private engine.  Images and caches stay."""
-    for line in daemon.stop(say) or ["no private engine is running"]:
-        out.print(escape(line))
+    if not daemon.stop(say):
+        out.print("no private engine is running")
 
 
 @main.command("clean", epilog=examples("clean", "clean --all"))
@@ -415,8 +415,7 @@ def clean(everything: bool) -> None:
     shutil.rmtree(ROOT / "out", ignore_errors=True)
     out.print("removed out/")
     if everything:
-        for line in daemon.purge(say):
-            out.print(escape(line))
+        daemon.purge(say)
 
 
 def size(count: int) -> str:

@@ -106,7 +106,7 @@ def _disk(found: daemon.EngineStatus, need: int) -> Check:
     address = found.address
     if address is not None and not address.host.startswith("unix://"):
         return Check("disk", "warn", f"unknown: {address.host} is another host")
-    root = Path(found.data_root) if found.data_root else daemon.layout().data
+    root = Path(found.data_root) if found.data_root else layout().data
     free = shutil.disk_usage(existing_parent(root)).free
     detail = f"{free / GIB:.1f} GiB free at {root}; the selection needs {need / GIB:.1f} GiB"
     if free < need:

@@ -29,6 +29,7 @@ from docker.errors import DockerException, ImageNotFound
 from docker.models.images import Image
 
 from trainyard import daemon
+from trainyard.address import EngineAddress
 from trainyard.hostenv import Say, silent
 from trainyard.model import StepFailed
 
@@ -64,7 +65,7 @@ class BuildRequest:
 class Engine:
     """A reachable engine with BuildKit."""
 
-    def __init__(self, address: daemon.EngineAddress) -> None:
+    def __init__(self, address: EngineAddress) -> None:
         self.address = address
         self.host = address.host
         self.docker = str(address.client)
