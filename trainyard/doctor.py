@@ -16,6 +16,7 @@ from typing import Literal
 from trainyard import daemon, hostenv
 from trainyard.bases import NoAnswer, registry_digest
 from trainyard.engine import Engine
+from trainyard.layout import layout
 from trainyard.model import Base, StepFailed
 
 Status = Literal["ok", "warn", "fail"]

@@ -20,8 +20,9 @@ from pathlib import Path
 
 import pytest
 
-from trainyard import bases, daemon
+from trainyard import bases, daemon, owned
 from trainyard.engine import Engine
+from trainyard.layout import Layout, layout
 from trainyard.model import Base, StepFailed
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -33,21 +34,21 @@ NAP = "86399"  # seconds; a `sleep` of this length is one of ours
 class Yard:
     """A private engine in a state folder of its own."""
 
-    at: daemon.Layout
+    at: Layout
     said: list[str]
 
     def ensure(self) -> Engine:
         return Engine(daemon.ensure(self.said.append))
 
     def kinds(self) -> list[str]:
-        return sorted(process.kind for process in daemon.owned_processes(self.at))
+        return sorted(process.kind for process in owned.owned_processes(self.at))
 
     def pid(self, kind: str) -> int:
-        return next(process.pid for process in daemon.owned_processes(self.at) if process.kind == kind)
+        return next(process.pid for process in owned.owned_processes(self.at) if process.kind == kind)
 
     def mounts(self) -> list[Path]:
         text = Path("/proc/self/mountinfo").read_text()
-        points = [mount.point for mount in daemon.parse_mountinfo(text)]
+        points = [mount.point for mount in owned.parse_mountinfo(text)]
         return [point for point in points if self.at.root in (point, *point.parents)]
 
     def traces(self) -> dict[str, object]:
@@ -103,7 +104,7 @@ def yard() -> Iterator[Yard]:
         patch.setenv("TRAINYARD_ENGINE_ROOT", root)
         patch.setenv("TRAINYARD_ENGINE", "private")
         try:
-            yield Yard(daemon.layout(), [])
+            yield Yard(layout(), [])
         finally:
             daemon.purge()
             shutil.rmtree(root)

@@ -155,6 +155,27 @@ def test_sigterm_is_as_tidy_as_ctrl_c(run: Run, monkeypatch: pytest.MonkeyPatch)
     assert run("list").code == 130
 
 
+@pytest.mark.parametrize("verb", [("engine-stop",), ("clean", "--all")])
+@pytest.mark.usefixtures("checkout")
+def test_what_was_stopped_is_said_once(
+    verb: tuple[str, ...], run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stopped(say: Callable[[str], None]) -> list[str]:
+        say("stopped dockerd (42)")
+        return ["stopped dockerd (42)"]
+
+    monkeypatch.setattr("trainyard.daemon.stop", stopped)
+    monkeypatch.setattr("trainyard.daemon.purge", stopped)
+    done = run(*verb)
+    assert (done.out + done.err).count("stopped dockerd (42)") == 1
+    assert "no private engine" not in done.out
+
+
+def test_where_no_engine_runs_engine_stop_says_so(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("trainyard.daemon.stop", lambda _say: [])
+    assert run("engine-stop").out == "no private engine is running\n"
+
+
 # -- help ----------------------------------------------------------------------------------
 
 
