@@ -176,6 +176,8 @@ def build_env(accelerator: str, ops: tuple[str, ...]) -> dict[str, str]:
         "PYTORCH_NVCC": str(bin_dir / "nvcc"),
         "PATH": f"{bin_dir}:{Path(sys.executable).parent}:{os.environ['PATH']}",  # ninja is there
         "LDFLAGS": link_flags(accelerator),
+        # torch would put another ccache before ours, which cannot see what our compiler replaces.
+        "TORCH_NO_COMPILER_WRAPPER": "1",
         "CCACHE_NOHASHDIR": "1",
         "CCACHE_IGNOREOPTIONS": "--threads=*",  # it does not change what comes out
     }

@@ -10,7 +10,7 @@ from typing import Any
 
 from trainyard import gate, manifest
 from trainyard.engine import BuildRequest, Engine
-from trainyard.hostenv import Say, find_ca, silent, wheelhouse_dirs
+from trainyard.hostenv import find_ca, wheelhouse_dirs
 from trainyard.model import Row, StepFailed
 from trainyard.plan import CONTENTS_LABEL, Item
 
@@ -29,7 +29,6 @@ def build(
     item: Item,
     root: Path,
     engine: Engine,
-    say: Say = silent,
     on_step: Callable[[str], None] = lambda _: None,
 ) -> dict[str, Any]:
     """Build, measure and gate; move the row's tag; return the manifest.

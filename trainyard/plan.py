@@ -9,7 +9,6 @@ from pathlib import Path
 from trainyard import lock, manifest, render
 from trainyard.bases import BaseImage
 from trainyard.engine import Engine
-from trainyard.hostenv import Say, silent
 from trainyard.model import InputError, Row
 
 CONTENTS_LABEL = "dev.trainyard.contents-id"
@@ -51,7 +50,6 @@ def plan(
     engine: Engine,
     bases: dict[str, BaseImage],
     force: bool = False,
-    say: Say = silent,
 ) -> tuple[Item, ...]:
     """Compare each row's contents id with the image that the engine has under its tag."""
     items = []
