@@ -21,8 +21,8 @@ CANDIDATE = "trainyard-candidate"
 def need_bytes(row: Row) -> int:
     """Disk that building the row from nothing takes at its peak, caches included; measured."""
     if row.is_cpu:
-        return 8 * 10**9
-    return (26 if row.has_deepspeed else 18) * 10**9
+        return 5 * 10**9
+    return (22 if row.has_deepspeed else 15) * 10**9
 
 
 def build(
@@ -53,8 +53,11 @@ def build(
                 + "\n".join(f"  - {one}" for one in different)
                 + f"\nMeasured: {rejected}"
             )
+        before = engine.image(item.reference)
         engine.tag(image_id, "trainyard", row.id)
         manifest.write(found, out)
+        if before and before.id and before.id != image_id and engine.address.private:
+            engine.discard(before.id)
         return found
     finally:
         engine.untag(candidate)

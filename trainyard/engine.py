@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import IO, Any
 
 import docker
-from docker.errors import DockerException, ImageNotFound
+from docker.errors import APIError, DockerException, ImageNotFound
 from docker.models.images import Image
 
 from trainyard import daemon
@@ -37,6 +37,8 @@ from trainyard.model import StepFailed
 COMPILING = re.compile(r"building 'deepspeed[\w.]*\.(\w+?)(?:_op)?' extension")
 #: Seconds that a cancelled build gets to end by itself.
 CANCEL_GRACE = 20
+#: Bytes below which no image build can end well.
+MIN_FREE = 4 * 10**9
 CACHE_MOUNT = "exec.cachemount"
 PROXY_VARIABLES = tuple(
     spelled for name in ("http_proxy", "https_proxy", "no_proxy") for spelled in (name, name.upper())
@@ -93,6 +95,13 @@ class Engine:
         """Let ``repository:tag`` name this image from now on; one step, so never half done."""
         self.client.images.get(image_id).tag(repository, tag=tag)
 
+    def discard(self, image_id: str) -> None:
+        """Remove an image that no name and no container uses any more; leave it otherwise."""
+        found = self.image(image_id)
+        if found and not found.tags:
+            with contextlib.suppress(APIError):  # a container still runs it
+                self.client.images.remove(image_id)
+
     def untag(self, reference: str) -> None:
         """Forget a name; the image stays while another name or container needs it."""
         with contextlib.suppress(ImageNotFound):
@@ -130,32 +139,35 @@ class Engine:
         return shutil.disk_usage(root).free if Path(root).is_dir() else None
 
     def make_room(self, need: int, say: Say = silent) -> None:
-        """See to it that ``need`` bytes are free, giving up caches of the private engine for it.
+        """See to it that a build that may take ``need`` bytes has them, at the cost of caches.
 
-        First downloaded wheels go, then build cache; compiled kernels and images never do.
-        Raises StepFailed where that is not enough, or where the engine is not ours to clean.
+        Of the private engine, downloaded wheels go first; build cache goes where it would not fit
+        otherwise; compiled kernels and images never do.  How much a build takes depends on what is
+        cached, so too little is only an error where hardly anything would fit.
+        Raises StepFailed where less than MIN_FREE is left.
         """
-        for types, ids in (((CACHE_MOUNT,), ("trainyard-uv", ".cache/uv")), (("regular",), ())):
+        steps = ((need, CACHE_MOUNT, ("trainyard-uv", ".cache/uv")), (need // 3, "regular", ()))
+        for wanted, kind, descriptions in steps:
             free = self.free_bytes()
-            if free is None or free >= need:
-                return
+            if free is None or free >= wanted:
+                continue
             if self.address.private:
-                say(f"{free / 1e9:.0f} GB free, {need / 1e9:.0f} GB needed: removing build caches")
-                self._prune(types, ids)
+                say(f"{free / 1e9:.0f} GB free, up to {need / 1e9:.0f} GB needed: removing caches")
+                self._prune(kind, descriptions)
         free = self.free_bytes()
-        if free is not None and free < need:
+        if free is not None and free < MIN_FREE:
             raise StepFailed(
-                f"{free / 1e9:.0f} GB free where the engine keeps its data, {need / 1e9:.0f} GB needed\n"
-                "Free some: docker image prune; docker builder prune; or put the private engine "
-                "elsewhere with TRAINYARD_ENGINE_ROOT"
+                f"{free / 1e9:.0f} GB free where the engine keeps its data; a build needs up to "
+                f"{need / 1e9:.0f} GB\nFree some (docker image prune; docker builder prune), or put "
+                "the private engine elsewhere with TRAINYARD_ENGINE_ROOT"
             )
 
-    def _prune(self, types: tuple[str, ...], descriptions: tuple[str, ...]) -> None:
+    def _prune(self, kind: str, descriptions: tuple[str, ...]) -> None:
         records = self.client.api.df().get("BuildCache") or ()
         ids = [
             record["ID"]
             for record in records
-            if record["Type"] in types
+            if record["Type"] == kind
             and not record["InUse"]
             and (not descriptions or any(text in record["Description"] for text in descriptions))
         ]
