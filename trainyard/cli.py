@@ -199,7 +199,7 @@ def render_(app: App, selection: tuple[str, ...], check: bool) -> None:
     rows = app.select(selection, default="all")
     drift = [path for row in rows if (path := _render_one(row, check))]
     if not selection and app.path.resolve() == ROOT / "matrix.yaml":
-        drift += _strangers({row.id for row in rows}, check)
+        drift += _strangers({row.id for row in rows}, check) + _readme(rows, check)
     for path in drift:
         out.print(
             f"{path.relative_to(ROOT)}: {'differs from the matrix and templates' if check else 'written'}"
@@ -218,6 +218,15 @@ def _render_one(row: Row, check: bool) -> Path | None:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
     return path
+
+
+def _readme(rows: Sequence[Row], check: bool) -> list[Path]:
+    path = ROOT / "README.md"
+    text = path.read_text()
+    fresh = readme.update(text, rows)
+    if fresh != text and not check:
+        path.write_text(fresh)
+    return [path] if fresh != text else []
 
 
 def _strangers(ids: set[str], check: bool) -> list[Path]:
