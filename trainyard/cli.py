@@ -24,7 +24,20 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from trainyard import bases, builder, daemon, doctor, explain, lock, manifest, matrix, render, resolve, suites
+from trainyard import (
+    bases,
+    builder,
+    daemon,
+    doctor,
+    explain,
+    lock,
+    manifest,
+    matrix,
+    readme,
+    render,
+    resolve,
+    suites,
+)
 from trainyard.engine import Engine, connect
 from trainyard.hostenv import wheelhouse_dirs
 from trainyard.model import InputError, Row, StepFailed
@@ -32,7 +45,6 @@ from trainyard.plan import Item, check_generated
 from trainyard.plan import plan as make_plan
 
 ROOT = Path(__file__).resolve().parents[1]
-SELECTION_HELP = "SELECTION: ids, globs and commas, or `all`; the matrix's default where it is empty."
 
 out = Console(highlight=False, soft_wrap=True)
 err = Console(stderr=True, highlight=False, soft_wrap=True)
