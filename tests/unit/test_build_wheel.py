@@ -333,6 +333,13 @@ def test_nvcc_runs_through_the_launcher_and_tells_the_host_compiler_so(
     assert compile_("x.cu", tool="nvcc") == ["cuda/bin/nvcc", "in-nvcc=1", "x.cu"]
 
 
+def test_nvcc_is_asked_for_dependencies_in_words_that_ccache_knows(
+    compile_: Callable[..., list[str]],
+) -> None:
+    asked = ("--generate-dependencies-with-compile", "--dependency-output", "x.o.d", "-c", "x.cu")
+    assert compile_(*asked, tool="nvcc")[2:] == ["-MD", "-MF", "x.o.d", "-c", "x.cu"]
+
+
 @pytest.mark.parametrize("name", ["KERNEL_ISA", "KERNEL_GCC"])
 def test_a_wrapper_without_its_inputs_fails_by_their_name(name: str) -> None:
     env = {"PATH": os.environ["PATH"], "KERNEL_ISA": "x86-64-v3", "KERNEL_GCC": "true"}
