@@ -21,9 +21,6 @@ from trainyard.model import Row, StepFailed
 #: pip stays in the image (people add packages), JupyterLab only with its feature.
 FEATURE_PACKAGES = {"jupyter": ("jupyterlab",)}
 PYTORCH_INDEX = "https://download.pytorch.org/whl/"
-#: The extras of NVIDIA's ``cuda-toolkit`` metapackage that compile and link DeepSpeed's ops.
-#: Only the metapackage pins them to one another: nvidia-cuda-nvcc alone lets nvvm float.
-TOOLKIT_EXTRAS = "cccl,crt,cublas,cudart,curand,cusolver,cusparse,nvcc,nvvm"
 
 
 @dataclass(frozen=True)
@@ -120,8 +117,8 @@ def _requirements(row: Row) -> tuple[str, ...]:
         found += [f"deepspeed=={row.deepspeed}", *row.requirements]
         if not row.is_cpu:  # the wheel asks for it where setup.py saw CUDA; the sdist does not say so
             found.append("nvidia-ml-py")
-    if row.has_devel and row.uses_pip_toolkit and row.toolkit:
-        found.append(f"cuda-toolkit[{TOOLKIT_EXTRAS}]=={row.toolkit.version}")
+    if row.has_devel and row.toolkit and row.toolkit.requirement:
+        found.append(row.toolkit.requirement)
     for feature in sorted(row.features):
         found += FEATURE_PACKAGES.get(feature, ())
     return tuple(sorted(found))
@@ -140,8 +137,8 @@ def _limits(row: Row) -> tuple[str, ...]:
 
 def _build_requirements(row: Row) -> tuple[str, ...]:
     found = ["setuptools", "wheel"]
-    if row.uses_pip_toolkit and row.toolkit:
-        found.append(f"cuda-toolkit[{TOOLKIT_EXTRAS}]=={row.toolkit.version}")
+    if row.toolkit and row.toolkit.requirement:
+        found.append(row.toolkit.requirement)
     return tuple(found)
 
 

@@ -76,6 +76,7 @@ class Toolkit:
     version: str  # 12.4 (major.minor), or 13.0.3 for the pip metapackage
     gcc: int  # major of the host compiler that nvcc uses
     image: str | None = None  # nvidia/cuda:...-devel-... where provider is nvidia
+    requirement: str | None = None  # what is installed where provider is pip
 
     @property
     def minor(self) -> str:

@@ -118,11 +118,13 @@ def _toolkit(stack: Stack, facts: Facts) -> Toolkit | None:
     if entry is None:
         return None
     image = facts.cuda.toolkits.nvidia.images.get(entry.version)
+    pip = facts.cuda.toolkits.pip
     return Toolkit(
         provider=entry.provider,
         version=entry.version,
         gcc=int(entry.gcc),
         image=image.image if image and entry.provider == "nvidia" else None,
+        requirement=pip.requirement(entry.version) if entry.provider == "pip" else None,
     )
 
 
