@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from pathlib import Path
 
 import pytest
@@ -57,7 +58,10 @@ def test_cu121_uses_the_wheel_for_12_8_and_the_compiler_12_4() -> None:
 
 def test_cuda_13_row() -> None:
     row = BY_ID["cu130-pt213-devel"]
-    assert row.toolkit == Toolkit("pip", "13.0.3", 14)
+    assert row.toolkit is not None
+    assert (row.toolkit.provider, row.toolkit.version, row.toolkit.gcc) == ("pip", "13.0.3", 14)
+    assert row.toolkit.requirement is not None
+    assert re.fullmatch(r"cuda-toolkit\[[a-z,]*profiler\]==13\.0\.3", row.toolkit.requirement)
     assert (row.driver_floor, row.nccl_package) == ("580", "nvidia-nccl-cu13")
     assert "pin_memory" in row.ops
     assert not row.needs_own_gcc
