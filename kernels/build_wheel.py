@@ -64,9 +64,11 @@ def main() -> None:
     wheel = next(iter(store.glob("*.whl")), None)
     if wheel:
         say(f"reusing the wheel of key {store.name}")
+        check(wheel, args.accelerator, ops)
     else:
-        wheel = keep(compile_wheel(args, ops), store)
-    check(wheel, args.accelerator, ops)
+        wheel = compile_wheel(args, ops)
+        check(wheel, args.accelerator, ops)  # first: a wheel that is wrong must not be kept
+        wheel = keep(wheel, store)
     if args.out:
         args.out.mkdir(parents=True, exist_ok=True)
         shutil.copy2(wheel, args.out)
