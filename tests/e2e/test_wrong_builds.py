@@ -50,21 +50,12 @@ def test_a_missing_libaio_fails_the_build_and_names_async_io(
         docker.build(request(text, tmp_path, base, "kernels"))
 
 
-def test_an_op_that_deepspeed_skips_in_silence_fails_the_build_and_is_named(
-    docker: Engine, cpu_row: Row, base: bases.BaseImage, tmp_path: Path
-) -> None:
-    # It needs oneCCL, which no Debian has: https://github.com/deepspeedai/DeepSpeed/issues/5553
-    text = re.sub(r"--ops \S+", "--ops deepspeed_ccl_comm", shipped(cpu_row))
-    with pytest.raises(StepFailed, match="op deepspeed_ccl_comm was asked for"):
-        docker.build(request(text, tmp_path, base, "kernels"))
-
-
 def test_an_op_that_cannot_compile_fails_the_build_and_is_named(
     docker: Engine, cpu_row: Row, base: bases.BaseImage, tmp_path: Path
 ) -> None:
-    text = shipped(cpu_row).replace(f"KERNEL_ISA={cpu_row.cpu_isa}", "KERNEL_ISA=x86-64-v9")
-    text = re.sub(r"--ops \S+", "--ops cpu_adam", text)
-    with pytest.raises(StepFailed, match=r"op cpu_adam did not compile: .*x86-64-v9"):
+    # It needs oneCCL's headers, which no Debian has: https://github.com/deepspeedai/DeepSpeed/issues/5553
+    text = re.sub(r"--ops \S+", "--ops deepspeed_ccl_comm", shipped(cpu_row))
+    with pytest.raises(StepFailed, match=r"op deepspeed_ccl_comm did not compile: .*ccl\.hpp"):
         docker.build(request(text, tmp_path, base, "kernels"))
 
 
