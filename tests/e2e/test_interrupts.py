@@ -72,7 +72,9 @@ def wait_until(what: str, happened: object, seconds: float) -> None:
         time.sleep(0.2)
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize(
+    "number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL], ids=lambda number: number.name
+)
 def test_a_stopped_build_keeps_the_tag_and_leaves_nothing_running(
     slow_checkout: Path, docker: Engine, cpu_row: Row, number: signal.Signals
 ) -> None:
