@@ -165,6 +165,16 @@ def test_no_build_or_proxy_setting_stays_in_env(image: Image) -> None:
     assert not {n for n in names if any(w in n for w in ("TOKEN", "SECRET", "PASSWORD"))}
 
 
+def test_history_tells_nothing_of_the_build_host(image: Image) -> None:
+    """`docker history` shows build arguments and commands to everybody who pulls."""
+    told = json.dumps(image.client.api.history(image.ref))
+    private = [
+        os.environ.get(name, "") for name in ("PIP_INDEX_URL", "PIP_CERT", "HTTPS_PROXY", "https_proxy")
+    ]
+    for text in ("BEGIN CERTIFICATE", "_proxy=", "_PROXY=", "password", "token", *filter(None, private)):
+        assert text not in told
+
+
 def test_stub_libraries_are_not_on_the_run_time_path(image: Image) -> None:
     """A stub libcuda on it answers instead of the driver (error 34)."""
     assert "stubs" not in image.env.get("LD_LIBRARY_PATH", "")
