@@ -167,7 +167,7 @@ def test_no_build_or_proxy_setting_stays_in_env(image: Image) -> None:
 
 def test_history_tells_nothing_of_the_build_host(image: Image) -> None:
     """`docker history` shows build arguments and commands to everybody who pulls."""
-    told = json.dumps(image.client.api.history(image.ref))
+    told = json.dumps(image.client.api.history(image.ref))  # type: ignore[no-untyped-call]
     private = [
         os.environ.get(name, "") for name in ("PIP_INDEX_URL", "PIP_CERT", "HTTPS_PROXY", "https_proxy")
     ]
