@@ -285,9 +285,10 @@ print(json.dumps({"good": good, "failed": failed}))
 def test_every_extension_module_imports(image: Image) -> None:
     """All compiled modules but DeepSpeed's, which test_kernels loads as DeepSpeed does.
 
-    Nor those that a package keeps for itself (debugpy/_vendored).
+    Nor those that a package keeps for itself (debugpy/_vendored), nor functorch._C, a left-over in
+    torch 2.9's own wheel that refuses to be initialised beside torch's.
     """
-    skip = ("deepspeed/", "debugpy/_vendored/")
+    skip = ("deepspeed/", "debugpy/_vendored/", "functorch/")
     found = last_json(image.python(EXTENSIONS, *skip, timeout=300).ok())
     assert not found["failed"], found["failed"]
     assert found["good"] > 0
