@@ -69,6 +69,7 @@ def build_twin(item: Item, root: Path, engine: Engine, on_step: Callable[[str], 
     fresh = out / "twin.part"
     shutil.rmtree(fresh, ignore_errors=True)
     engine.build(_request(item, root, out / "twin.log", target="twin", unpack_to=fresh), on_step)
+    fresh.chmod(0o755)  # BuildKit makes it for root alone, and tests also run as other users
     shutil.rmtree(out / "twin", ignore_errors=True)
     return fresh.rename(out / "twin")
 
