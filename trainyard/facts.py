@@ -84,9 +84,10 @@ class ExtensionGcc(Strict):
 
 
 class Fsdp2(Strict):
-    """Where FSDP2 is public."""
+    """Where FSDP2 is public, and where it also trains without a GPU."""
 
     since: str
+    on_cpu_since: str
     source: str
 
 

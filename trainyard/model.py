@@ -122,6 +122,7 @@ class Row:
     unlisted: str | None  # the reason, where the row uses versions that compat/ does not list
     notes: tuple[str, ...]  # sentences for ``explain``: what was decided and why
     requirements: tuple[str, ...] = ()  # packages DeepSpeed needs and does not declare: setuptools
+    fsdp2_on_cpu: bool = True  # FSDP2 of this torch trains without a GPU
     env: tuple[tuple[str, str], ...] = ()  # variables DeepSpeed needs in the image
 
     # -- named conditions, for templates and messages ------------------------------------

@@ -83,6 +83,7 @@ def _row(matrix: Matrix, cell: Cell, facts: Facts) -> Row:
         cpu_isa=stack.cpu_isa,
         features=features,
         unlisted=stack.allow_unlisted,
+        fsdp2_on_cpu=not older(stack.torch, facts.torch.fsdp2.on_cpu_since),
         notes=tuple(_notes(stack, deepspeed, features, facts)),
         requirements=_requirements(stack, deepspeed, facts),
         env=_env(stack, deepspeed, features, facts),

@@ -114,6 +114,8 @@ def _holds(condition: str, row: Row, config: pytest.Config) -> bool:
         value = bool(config.getoption("--gpus")) and not row.is_cpu
     elif name == "gpu_required":
         value = required_gpus() > 0 and not row.is_cpu
+    elif name == "trains_fsdp2_here":
+        value = row.fsdp2_on_cpu or (bool(config.getoption("--gpus")) and not row.is_cpu)
     else:
         value = bool(getattr(row, name))
     return value != negated

@@ -220,6 +220,7 @@ def test_resumes_bit_for_bit(image: Image, plan: Plan, full_run: Run, reference:
 # -- FSDP2, in every image ------------------------------------------------------------------
 
 
+@pytest.mark.only("trains_fsdp2_here")
 def test_trains_with_fsdp2(image: Image) -> None:
     """Torch alone: also what an image without DeepSpeed is for."""
     gpu = bool(image.gpus) and image.visible_gpus >= WORLD_SIZE

@@ -208,3 +208,8 @@ def _only_row(changed: Stack, name: str) -> Row:
     file = MATRIX.file.model_copy(update={"stacks": stacks})
     rows = resolve.rows(dataclasses.replace(MATRIX, file=file))
     return next(row for row in rows if row.id == name)
+
+
+def test_fsdp2_is_known_to_need_a_gpu_with_torch_2_6_only() -> None:
+    found = {row.stack for row in ROWS if not row.fsdp2_on_cpu}
+    assert found == {"cu124-pt26"}
