@@ -123,7 +123,7 @@ def _wheelhouse(row: Row, root: Path) -> dict[str, Path]:
     """
     if row.torch.on_pypi:
         return {}
-    wanted = f"torch-{row.torch.version}+{row.torch.build}-"
+    wanted = f"torch-{row.torch.version}+{row.torch.build}-cp{row.python.replace('.', '')}-"
     found = [
         path
         for folder in wheelhouse_dirs()

@@ -210,7 +210,7 @@ def render_(app: App, selection: tuple[str, ...], check: bool) -> None:
     """Render images/<id>/Dockerfile for all rows or a SELECTION."""
     rows = app.select(selection, default="all")
     drift = [path for row in rows if (path := _render_one(row, check))]
-    if not selection and app.path.resolve() == ROOT / "matrix.yaml":
+    if not any(selection) and app.path.resolve() == ROOT / "matrix.yaml":
         drift += _strangers({row.id for row in rows}, check) + _readme(rows, check)
     for path in drift:
         out.print(

@@ -156,11 +156,6 @@ class Row:
         return self.has_deepspeed and not self.is_cpu
 
     @property
-    def needs_own_gcc(self) -> bool:
-        """nvcc does not accept the base's default gcc, so an older one is installed."""
-        return self.toolkit is not None and self.toolkit.gcc != self.base.gcc
-
-    @property
     def uses_debian_toolkit(self) -> bool:
         return self.toolkit is not None and self.toolkit.provider == "debian"
 

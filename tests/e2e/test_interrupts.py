@@ -99,8 +99,8 @@ def test_a_stopped_build_keeps_the_tag_and_leaves_nothing_running(
         assert "Traceback" not in said
 
 
-def test_two_checkouts_at_work_at_once_both_end_well(docker: Engine, cpu_row: Row, tmp_path: Path) -> None:
-    """The second finds the engine of the first, waits for its row, and does no work twice."""
+def test_two_builds_of_one_row_at_once_both_end_well(docker: Engine, cpu_row: Row) -> None:
+    """The second finds the engine of the first and waits for its row."""
     both = [run(ROOT, "build", cpu_row.id) for _ in range(2)]
     said = [one.communicate(timeout=900)[0] for one in both]
     assert [one.returncode for one in both] == [0, 0], said

@@ -49,7 +49,7 @@ def test_cu121_uses_the_wheel_for_12_8_and_the_compiler_12_4() -> None:
     assert row.torch.requirement == "torch==2.9.1"
     assert (row.torch.cuda, row.cuda_level, row.driver_floor) == ("12.8", "12.1", "525.60.13")
     assert row.toolkit == Toolkit("debian", "12.4", 13)
-    assert row.needs_own_gcc
+    assert row.kernel_gcc != row.base.gcc
     assert row.sm_archs == ("sm_80", "sm_86", "sm_90")
     assert row.torch_arch_list == "8.0;8.6;9.0+PTX"
     assert (row.cudnn_package, row.nccl_package) == ("nvidia-cudnn-cu12", "nvidia-nccl-cu12")
@@ -64,7 +64,7 @@ def test_cuda_13_row() -> None:
     assert re.fullmatch(r"cuda-toolkit\[[a-z,]*profiler\]==13\.0\.3", row.toolkit.requirement)
     assert (row.driver_floor, row.nccl_package) == ("580", "nvidia-nccl-cu13")
     assert "pin_memory" in row.ops
-    assert not row.needs_own_gcc
+    assert row.kernel_gcc == row.base.gcc
 
 
 def test_cpu_row() -> None:
