@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 from shipped import IDS, ROOT, ROWS
 
 from trainyard import cli, lock
@@ -315,3 +316,16 @@ def test_stale_files_are_refused_with_the_remedy_before_an_engine_is_asked_for(
 
 def test_rows_and_images_are_the_same_set() -> None:
     assert {path.name for path in (ROOT / "images").iterdir() if path.is_dir()} == {row.id for row in ROWS}
+
+
+def test_an_empty_selection_from_make_still_means_everything(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`make render` passes an empty word: the README and strangers are part of everything."""
+    asked: list[bool] = []
+
+    def readme(_rows: object, check: bool) -> list[Path]:
+        asked.append(check)
+        return []
+
+    monkeypatch.setattr(cli, "_readme", readme)
+    CliRunner().invoke(cli.main, ["render", "--check", ""])
+    assert asked == [True]
