@@ -181,6 +181,9 @@ def build_env(accelerator: str, ops: tuple[str, ...]) -> dict[str, str]:
         # torch would put another ccache before ours, which cannot see what our compiler replaces.
         "TORCH_NO_COMPILER_WRAPPER": "1",
         "CCACHE_NOHASHDIR": "1",
+        # By default ccache knows a compiler by its time stamp: one that pip or COPY wrote anew, for
+        # another checkout say, would look like another compiler.
+        "CCACHE_COMPILERCHECK": "content",
         "CCACHE_IGNOREOPTIONS": "--threads=*",  # it does not change what comes out
     }
     for op in ops:
