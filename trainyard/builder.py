@@ -43,7 +43,7 @@ def build(
         image_id = engine.build(_request(item, root, out / "build.log", tag=candidate), on_step)
         on_step("measuring")
         origin = manifest.Origin(
-            row.id, item.contents_id, _base_facts(item), build_seconds=time.monotonic() - started
+            row.id, item.contents_id, item.inputs, _base_facts(item), build_seconds=time.monotonic() - started
         )
         found = manifest.measure(engine, image_id, origin)
         if different := gate.differences(row, found):
@@ -86,6 +86,8 @@ def _request(
     ca = find_ca()
     contexts = _wheelhouse(row, root)
     args = {"BASE": item.base.ref}
+    if target is None:
+        args["CONTENTS"] = item.contents_id
     if contexts:
         args["TORCH_INDEX"] = ""
     return BuildRequest(

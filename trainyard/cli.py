@@ -1,4 +1,4 @@
-"""The command line: the only module that prints.
+"""The command line; with :mod:`trainyard.cli_publish`, the only module that prints.
 
 Exit codes: 0 done, 1 a build, test or gate failed, 2 the input is wrong, 130 interrupted.
 """
@@ -13,7 +13,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
 from types import FrameType
@@ -27,6 +27,7 @@ from rich.table import Table
 from trainyard import (
     bases,
     builder,
+    bump,
     daemon,
     doctor,
     explain,
@@ -39,6 +40,7 @@ from trainyard import (
     suites,
 )
 from trainyard.engine import Engine, connect
+from trainyard.facts import load_facts
 from trainyard.hostenv import wheelhouse_dirs
 from trainyard.model import InputError, Row, StepFailed
 from trainyard.plan import Item, check_generated
@@ -103,18 +105,29 @@ def selection(function: Callable[..., None]) -> Callable[..., None]:
 as_json = click.option("--json", "json_", is_flag=True, help="Print JSON.")
 
 
-@main.command("list", epilog=examples("list", "list 'cu*'", "list --json"))
+@main.command("list", epilog=examples("list", "list 'cu*'", "list --json", "list all --format github"))
 @selection
 @as_json
+@click.option(
+    "--format",
+    "format_",
+    type=click.Choice(["table", "json", "github"]),
+    default="table",
+    help="github: one line `matrix={...}`, for a workflow's job matrix.",
+)
 @click.pass_obj
-def list_(app: App, selection: tuple[str, ...], json_: bool) -> None:
+def list_(app: App, selection: tuple[str, ...], json_: bool, format_: str) -> None:
     """List the images: what is inside, which drivers run it, built or not.
 
     SELECTION: ids, globs and commas; everything where it is empty.
     """
     rows = app.select(selection, default="all")
+    if format_ == "github":
+        jobs = [{"id": row.id, "gpu": not row.is_cpu} for row in rows]
+        click.echo(f"matrix={json.dumps({'include': jobs})}")
+        return
     found = [_listed(row) for row in rows]
-    if json_:
+    if json_ or format_ == "json":
         click.echo(json.dumps(found, indent=2))
         return
     table = Table(box=None, header_style="bold", pad_edge=False)
@@ -200,6 +213,45 @@ def lock_(
     if check:
         out.print(f"{stale} stale" if stale else "all locks are current")
         sys.exit(1 if stale else 0)
+
+
+@main.command("bump", epilog=examples("bump", "bump cu121-pt29", "bump all --write"))
+@selection
+@click.option("--write", is_flag=True, help="Write the newer packages into the locks.")
+@as_json
+@click.pass_obj
+def bump_(app: App, selection: tuple[str, ...], write: bool, json_: bool) -> None:
+    """Say what could be newer: releases that the rows do not use, and packages in their locks.
+
+    SELECTION: ids, globs and commas; everything where it is empty.  Releases are never written:
+    whoever takes one adds what was checked to compat/ and edits matrix.yaml.
+    """
+    report = []
+    for row in app.select(selection, default="all"):
+        say(f"{row.id}: asking the index")
+        newer = bump.releases(row, load_facts())
+        moved = bump.upgrade(lock.locks(row, ROOT / "images"), wheelhouse_dirs(), write)
+        report.append((row, newer, {path: changes for path, changes in moved.items() if changes}))
+    if json_:
+        click.echo(json.dumps([_bumped(*one) for one in report], indent=2))
+        return
+    for row, newer, moved in report:
+        out.print(f"[bold]{row.id}[/]: {'up to date' if not (newer or moved) else ''}")
+        for one in newer:
+            known = {True: ", in compat/", False: ", not in compat/ yet", None: ""}[one.listed]
+            out.print(f"  {one.field}: {one.has}, newest {one.newest}{known}")
+        for path, changes in moved.items():
+            out.print(f"  {path.relative_to(ROOT)}: {'written' if write else 'would change'}")
+            for change in changes:
+                out.print(f"    {escape(str(change))}")
+
+
+def _bumped(row: Row, newer: Sequence[bump.Release], moved: dict[Path, list[bump.Change]]) -> dict[str, Any]:
+    return {
+        "id": row.id,
+        "releases": [asdict(one) for one in newer],
+        "locks": {str(p.relative_to(ROOT)): [asdict(c) for c in changes] for p, changes in moved.items()},
+    }
 
 
 @main.command("render", epilog=examples("render", "render --check", "render cpu-pt213"))
@@ -309,7 +361,7 @@ def build_(
     failed = []
     for item in items:
         try:
-            _build_one(engine, item)
+            build_one(engine, item)
         except StepFailed as error:
             failed.append(item.row.id)
             if not keep_going:
@@ -319,7 +371,8 @@ def build_(
         raise StepFailed(f"failed: {', '.join(failed)}; built or current: {len(items) - len(failed)}")
 
 
-def _build_one(engine: Engine, item: Item) -> None:
+def build_one(engine: Engine, item: Item) -> None:
+    """Build one row where its plan says so, and show what it is."""
     with engine.exclusive(item.row.id, say):
         if item.why is None:
             found = manifest.read(ROOT / "out" / item.row.id)
@@ -385,11 +438,8 @@ def test_(
     failed = []
     for item in items:
         try:
-            _build_one(engine, item)
-            with engine.exclusive(item.row.id, say):
-                with progress(f"{item.row.id} twin") as on_step:
-                    twin = suites.twin(item, ROOT, engine, on_step)
-                suites.run(item, ROOT, engine, twin, pytest_args, say)
+            build_one(engine, item)
+            run_suite(engine, item, pytest_args)
         except StepFailed as error:
             failed.append(item.row.id)
             complain(error)
@@ -397,6 +447,14 @@ def test_(
                 break
     if failed:
         raise StepFailed(f"failed: {', '.join(failed)}")
+
+
+def run_suite(engine: Engine, item: Item, pytest_args: Sequence[str] = ()) -> None:
+    """Run the image tests of one built row."""
+    with engine.exclusive(item.row.id, say):
+        with progress(f"{item.row.id} twin") as on_step:
+            twin = suites.twin(item, ROOT, engine, on_step)
+        suites.run(item, ROOT, engine, twin, pytest_args, say)
 
 
 @main.command("doctor", epilog=examples("doctor", "doctor 'cu*'", "doctor --json"))
@@ -493,3 +551,7 @@ def run() -> None:
     except (KeyboardInterrupt, click.Abort):
         err.print("[yellow]interrupted[/]: nothing was tagged; the same command goes on from here")
         sys.exit(130)
+
+
+# Last, since its verbs are added to `main` above.
+from trainyard import cli_publish as cli_publish  # noqa: E402

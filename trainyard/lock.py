@@ -180,7 +180,7 @@ def _resolve(lock: Lock, part: Path, wheelhouse: tuple[Path, ...], upgrade: bool
     elif lock.index:
         command += ["--extra-index-url", lock.index, "--index-strategy", "unsafe-best-match"]
     text = "\n".join(lock.requirements)
-    done = subprocess.run(command, input=text, text=True, capture_output=True, env=_environment())
+    done = subprocess.run(command, input=text, text=True, capture_output=True, env=environment())
     if done.returncode:
         raise StepFailed(f"{lock.path}: uv found no solution\n{done.stderr.strip()}")
 
@@ -193,7 +193,8 @@ def _head(lock: Lock) -> str:
     )
 
 
-def _environment() -> dict[str, str]:
+def environment() -> dict[str, str]:
+    """What uv runs with: this process's variables, and the host's CA bundle."""
     env = dict(os.environ)
     if ca := find_ca():
         env.setdefault("SSL_CERT_FILE", str(ca))

@@ -22,6 +22,7 @@ class Origin:
 
     id: str
     contents_id: str
+    inputs: dict[str, str]  # what the image was made from: name -> digest
     base: dict[str, str]  # name, digest, origin (registry or bootstrap)
     build_seconds: float
 
@@ -40,15 +41,20 @@ def measure(engine: Engine, image_id: str, origin: Origin) -> dict[str, Any]:
     except (IndexError, ValueError) as error:
         raise StepFailed(f"measuring {origin.id} printed no manifest: {printed[-300:]}") from error
     layers = engine.layers(image_id)
+    image = engine.image(image_id)
+    if image is None:
+        raise StepFailed(f"{origin.id}: the image {image_id} went away while it was measured")
     return {
         "id": origin.id,
         "image_id": image_id,
         "contents_id": origin.contents_id,
+        "inputs": origin.inputs,
         "built_at": datetime.now(UTC).isoformat(timespec="seconds"),
         "build_seconds": round(origin.build_seconds, 1),
         "base": origin.base,
         "size_bytes": sum(layer["size"] for layer in layers),
         "layers": layers,
+        "config": image.attrs["Config"],  # environment, labels, entrypoint: what every container gets
         "measured": measured,
     }
 

@@ -25,7 +25,7 @@ from trainyard.yamlfile import (
     validate,
 )
 
-Feature = Literal["deepspeed", "sshd", "jupyter", "devel"]
+Feature = Literal["deepspeed", "launch", "sshd", "jupyter", "rdma", "devel"]
 Isa = Literal["x86-64-v2", "x86-64-v3", "x86-64-v4"]
 
 #: Keys that only mean something where there is CUDA.

@@ -148,6 +148,14 @@ class Row:
         return "sshd" in self.features
 
     @property
+    def has_launch(self) -> bool:
+        return "launch" in self.features
+
+    @property
+    def has_rdma(self) -> bool:
+        return "rdma" in self.features
+
+    @property
     def has_jupyter(self) -> bool:
         return "jupyter" in self.features
 

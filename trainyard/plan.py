@@ -11,6 +11,8 @@ from trainyard.bases import BaseImage
 from trainyard.engine import Engine
 from trainyard.model import InputError, Row
 
+#: So many changed inputs are named.
+NAMED = 3
 CONTENTS_LABEL = "dev.trainyard.contents-id"
 
 
@@ -20,8 +22,12 @@ class Item:
 
     row: Row
     base: BaseImage
-    contents_id: str
+    inputs: dict[str, str]  # what it is made from: name -> digest
     why: str | None  # why it must be built; None: the image is there and current
+
+    @property
+    def contents_id(self) -> str:
+        return render.contents_id(self.inputs)
 
     @property
     def reference(self) -> str:
@@ -55,18 +61,33 @@ def plan(
     items = []
     for row in rows:
         base = bases[row.base.name]
-        contents = render.contents_id(row, root, base.digest)
-        items.append(Item(row, base, contents, "asked for" if force else _why(row, contents, root, engine)))
+        digests = render.input_digests(row, root, base.digest)
+        items.append(Item(row, base, digests, "asked for" if force else _why(row, digests, root, engine)))
     return tuple(items)
 
 
-def _why(row: Row, contents: str, root: Path, engine: Engine) -> str | None:
+def _why(row: Row, digests: dict[str, str], root: Path, engine: Engine) -> str | None:
     image = engine.image(f"trainyard:{row.id}")
     if image is None:
         return "not built yet"
-    if image.labels.get(CONTENTS_LABEL) != contents:
-        return "its inputs changed"
     found = manifest.read(root / "out" / row.id)
-    if not found or found["image_id"] != image.id:
-        return "its manifest is missing"
-    return None
+    measured = found if found and found["image_id"] == image.id else None
+    if image.labels.get(CONTENTS_LABEL) != render.contents_id(digests):
+        return _changes(measured.get("inputs", {}) if measured else {}, digests)
+    return None if measured else "its manifest is missing"
+
+
+def _changes(before: dict[str, str], now: dict[str, str]) -> str:
+    """Which inputs differ, in words; as many names as fit on a line."""
+    if not before:
+        return "its inputs changed"
+    names = sorted(name for name in {*before, *now} if before.get(name) != now.get(name))
+    said = [_input_in_words(name, name in before, name in now) for name in names]
+    more = f" and {len(said) - NAMED} more" if len(said) > NAMED else ""
+    return f"changed: {', '.join(said[:NAMED])}{more}"
+
+
+def _input_in_words(name: str, was: bool, is_now: bool) -> str:
+    if name == "base":
+        return "the base image"
+    return name if was and is_now else f"{name} ({'removed' if was else 'new'})"

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import re
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
@@ -24,8 +26,12 @@ CACHES = {
 }
 FEATURE_PACKAGES = {
     "devel": ("git", "libaio-dev", "make", "python3-dev"),
+    "launch": ("openssh-client",),
+    "rdma": ("ibverbs-providers", "ibverbs-utils", "perftest"),  # they bring libibverbs and librdmacm
     "sshd": ("openssh-client", "openssh-server"),
 }
+#: Features with a folder under rootfs/.
+FEATURES_WITH_FILES = frozenset({"deepspeed", "jupyter", "launch", "sshd"})
 
 
 def render(row: Row, root: Path) -> str:
@@ -43,6 +49,7 @@ def render(row: Row, root: Path) -> str:
             uv_packages=("python3-venv",),
             toolchain_packages=sorted({*TOOLCHAIN_PACKAGES, *_compilers(row)}),
             runtime_packages=_runtime_packages(row),
+            rootfs_parts=rootfs_parts(row),
             caches=CACHES,
             kernels_key=kernels_key(row, root, row.accelerator, row.ops),
             twin_key=kernels_key(row, root, "cpu", row.twin_ops),
@@ -91,11 +98,17 @@ def labels(row: Row) -> dict[str, str]:
     return {name: value for name, value in found.items() if value}
 
 
+def rootfs_parts(row: Row) -> tuple[str, ...]:
+    """The folders of rootfs/ that are laid into the image: one of all images, one a feature."""
+    return ("common", *sorted(row.features & FEATURES_WITH_FILES))
+
+
 def inputs(row: Row, root: Path) -> tuple[Path, ...]:
     """The files that the build reads, in a stable order: the basis of the contents id."""
     found = [root / "images" / row.id / "Dockerfile", uv_lock(root / "images").path]
     found += [lock.path for lock in locks(row, root / "images")]
-    for folder in ("rootfs", *(["kernels"] if row.has_deepspeed else [])):
+    folders = [f"rootfs/{part}" for part in rootfs_parts(row)]
+    for folder in [*folders, *(["kernels"] if row.has_deepspeed else [])]:
         found += _files(root / folder)
     return tuple(sorted(found))
 
@@ -105,19 +118,26 @@ def _files(folder: Path) -> list[Path]:
     return [path for path in folder.rglob("*") if path.is_file() and "__pycache__" not in path.parts]
 
 
-def contents_id(row: Row, root: Path, base_digest: str) -> str:
-    """Hash of all inputs of an image.  Equal ids mean that there is nothing to do.
+def input_digests(row: Row, root: Path, base_digest: str) -> dict[str, str]:
+    """What an image is made from, by name: files of the checkout, and the base.
 
     File modes count: a launch script that is no longer executable is another image.
     """
-    digest = hashlib.sha256(base_digest.encode())
+    found = {"base": base_digest}
     for path in inputs(row, root):
-        digest.update(f"\n{path.relative_to(root)} {path.stat().st_mode & 0o111:o}\n".encode())
-        digest.update(path.read_bytes())
-    return digest.hexdigest()[:16]
+        mode = f"{path.stat().st_mode & 0o111:o}\n".encode()
+        found[str(path.relative_to(root))] = hashlib.sha256(mode + path.read_bytes()).hexdigest()[:16]
+    return found
 
 
+def contents_id(digests: dict[str, str]) -> str:
+    """Hash of all of :func:`input_digests`.  Equal ids mean that there is nothing to do."""
+    return hashlib.sha256(json.dumps(digests, sort_keys=True).encode()).hexdigest()[:16]
+
+
+@cache
 def _environment(templates: Path) -> Environment:
+    """One for all rows: it compiles each template once, and again where the file changed."""
     return Environment(
         loader=FileSystemLoader(templates),
         undefined=StrictUndefined,

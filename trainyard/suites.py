@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
+from datetime import UTC, datetime
 from pathlib import Path
 
 from trainyard.builder import build_twin
@@ -13,6 +16,9 @@ from trainyard.engine import Engine
 from trainyard.hostenv import Say
 from trainyard.model import StepFailed
 from trainyard.plan import Item
+
+#: Written beside the report when a whole suite passed: which image, and which suite.
+PASSED = "tested.json"
 
 
 def twin(item: Item, root: Path, engine: Engine, on_step: Callable[[str], None]) -> Path | None:
@@ -30,6 +36,8 @@ def run(
     Raises StepFailed where a test fails, or where no test ran.
     """
     row = item.row
+    passed = root / "out" / row.id / PASSED
+    passed.unlink(missing_ok=True)
     command = [sys.executable, "-m", "pytest", "tests/image", "--images", row.id]
     command += ["--junitxml", str(root / "out" / row.id / "tests.xml"), "-p", "no:cacheprovider"]
     if twin:
@@ -40,3 +48,30 @@ def run(
         raise KeyboardInterrupt
     if done.returncode:
         raise StepFailed(f"{row.id}: image tests failed; report: out/{row.id}/tests.xml")
+    image = engine.image(item.reference)
+    if image and not pytest_args:  # a part of the suite proves nothing about the rest
+        now = datetime.now(UTC).isoformat(timespec="seconds")
+        passed.write_text(
+            json.dumps({"image_id": image.id, "suite": suite_id(root), "passed_at": now}) + "\n"
+        )
+
+
+def suite_id(root: Path) -> str:
+    """Hash of the image tests: another suite has not been passed yet, though the image is the same."""
+    digest = hashlib.sha256()
+    for path in sorted((root / "tests" / "image").rglob("*")):
+        if path.is_file() and "__pycache__" not in path.parts:
+            digest.update(f"\n{path.relative_to(root)}\n".encode() + path.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def has_passed(item: Item, root: Path, engine: Engine) -> bool:
+    """Did the image that has the row's tag pass this very suite?"""
+    try:
+        passed = json.loads((root / "out" / item.row.id / PASSED).read_text())
+    except (OSError, ValueError):
+        return False
+    image = engine.image(item.reference)
+    if image is None or not isinstance(passed, dict):
+        return False
+    return passed == passed | {"image_id": image.id, "suite": suite_id(root)}

@@ -96,7 +96,7 @@ def test_the_gate_names_what_differs_from_the_row_in_a_real_image(
     image = docker.build(
         BuildRequest(dockerfile=tmp_path / "Dockerfile", context=tmp_path, log=tmp_path / "log")
     )
-    origin = manifest.Origin(cpu_row.id, "e2e", {}, 0.0)
+    origin = manifest.Origin(cpu_row.id, "e2e", {}, {}, 0.0)
     found = gate.differences(cpu_row, manifest.measure(docker, image, origin))
     assert "torch: the row says 2.13.0, the image has 2.12.0" in found
     assert any(line.startswith("kernels: op cpu_adam does not load: ") for line in found)

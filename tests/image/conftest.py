@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from containers import Container, Image, required_gpus, start
 
 from trainyard import engine, resolve
 from trainyard.model import Row
+from trainyard.publish import IMAGE_PROPERTY, SELECTION_PROPERTY
 
 ROWS = pytest.StashKey[dict[str, Row]]()
 NOTES = pytest.StashKey[dict[str, list[str]]]()
@@ -137,7 +138,9 @@ def pytest_runtest_makereport(
 
 
 @pytest.fixture(scope="session")
-def image(request: pytest.FixtureRequest) -> Iterator[Image]:
+def image(
+    request: pytest.FixtureRequest, record_testsuite_property: Callable[[str, object], None]
+) -> Iterator[Image]:
     """The image under test, with one container that lives as long as its tests."""
     config = request.config
     row = config.stash[ROWS][request.param]
@@ -146,6 +149,9 @@ def image(request: pytest.FixtureRequest) -> Iterator[Image]:
     found = engine.connect()
     twin = None if row.is_cpu or gpus else _twin(config, row)
     raw = start(found.client, ref, gpus, twin)
+    # What was tested, for whoever publishes: this image, and all of the suite or a part of it.
+    record_testsuite_property(IMAGE_PROPERTY, str(found.client.images.get(ref).id))
+    record_testsuite_property(SELECTION_PROPERTY, _selected(config))
     try:
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("DOCKER_HOST", found.host)
@@ -162,6 +168,14 @@ def image(request: pytest.FixtureRequest) -> Iterator[Image]:
             )
     finally:
         raw.remove(force=True, v=True)
+
+
+def _selected(config: pytest.Config) -> str:
+    """What was asked for beside this whole folder; empty where nothing was."""
+    parts = [config.getoption("keyword"), config.getoption("markexpr"), *(config.getoption("deselect") or ())]
+    folder = str(Path(__file__).parent.relative_to(config.rootpath))
+    parts += [one for one in config.args if one.rstrip("/") not in (folder, str(Path(__file__).parent))]
+    return " ".join(part for part in parts if part)
 
 
 def _twin(config: pytest.Config, row: Row) -> Path | None:

@@ -167,6 +167,14 @@ class Image:
         config: dict[str, Any] = self.client.images.get(self.ref).attrs["Config"]
         return config
 
+    def layers(self) -> list[Path]:
+        """The folder of each layer, lowest first, where the engine keeps layers as folders."""
+        driver = self.client.images.get(self.ref).attrs["GraphDriver"]
+        data = driver["Data"] or {}
+        assert data.get("UpperDir"), f"layers can be read from overlay2 only, this is {driver['Name']}"
+        folders = [*reversed(data.get("LowerDir", "").split(":")), data["UpperDir"]]
+        return [Path(folder) for folder in folders if folder]
+
     @cached_property
     def env(self) -> dict[str, str]:
         """The image's ENV."""

@@ -8,12 +8,14 @@ import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import get_args
 
 import pytest
 from jinja2 import UndefinedError
 from shipped import BY_ID, IDS, IMAGES, ROOT, ROWS
 
 from trainyard import render
+from trainyard.matrix import Feature
 from trainyard.model import Row
 
 COMPILER = re.compile(r"\b(gcc|g\+\+|clang|cpp|make|nvidia-cuda-toolkit|build-essential|ccache)\b")
@@ -112,7 +114,7 @@ def test_what_a_step_copies_or_mounts_comes_from_a_stage_before_it(row: Row) -> 
 @pytest.mark.parametrize("row", ROWS, ids=IDS)
 def test_every_instruction_is_whole(row: Row) -> None:
     """A template that loses a line break glues two instructions together or ends one too early."""
-    known = {"RUN", "COPY", "ENV", "ARG", "LABEL", "ENTRYPOINT", "CMD"}
+    known = {"RUN", "COPY", "ENV", "ARG", "LABEL", "HEALTHCHECK", "ENTRYPOINT"}
     for stage in stages(RENDERED[row.id]).values():
         for step in stage.steps:
             assert step.split(" ")[0] in known
@@ -153,6 +155,26 @@ def test_no_lists_archives_or_secrets_stay_in_a_layer(row: Row) -> None:
 def test_host_keys_are_removed_in_the_step_that_makes_them(row: Row) -> None:
     (step,) = [step for step in shipped_steps(RENDERED[row.id]) if "openssh-server" in step]
     assert "rm -f /etc/ssh/ssh_host_*" in step
+
+
+def test_every_folder_of_rootfs_belongs_to_all_images_or_to_a_feature() -> None:
+    there = {path.name for path in (ROOT / "rootfs").iterdir()}
+    assert there == {"common", *render.FEATURES_WITH_FILES}
+    assert set(get_args(Feature)) >= render.FEATURES_WITH_FILES
+
+
+@pytest.mark.parametrize("row", ROWS, ids=IDS)
+def test_an_image_gets_the_files_of_its_features_and_no_others(row: Row) -> None:
+    (step,) = [step for step in shipped_steps(RENDERED[row.id]) if step.startswith("COPY --link rootfs/")]
+    parts = {part.removeprefix("rootfs/") for part in step.split()[2:-1]}
+    assert parts == {"common"} | (row.features & render.FEATURES_WITH_FILES)
+    assert step.endswith(" /")
+
+
+@pytest.mark.parametrize("row", [row for row in ROWS if row.has_devel], ids=lambda row: row.id)
+def test_a_devel_image_compiles_with_the_compiler_of_its_kernels(row: Row) -> None:
+    (step,) = [step for step in shipped_steps(RENDERED[row.id]) if step.startswith("ENV CC=")]
+    assert f"CC=gcc-{row.kernel_gcc} CXX=g++-{row.kernel_gcc}" in step
 
 
 @pytest.mark.parametrize("row", WITH_DEEPSPEED, ids=lambda row: row.id)
@@ -237,6 +259,10 @@ def test_a_name_that_nobody_gave_a_template_is_an_error(tmp_path: Path) -> None:
 # -- the contents id -----------------------------------------------------------------------
 
 
+def contents_id(row: Row, root: Path, base_digest: str) -> str:
+    return render.contents_id(render.input_digests(row, root, base_digest))
+
+
 def copied(tmp_path: Path, row: Row = ROW) -> Path:
     """The part of the checkout that one row's image is made from."""
     root = tmp_path / "checkout"
@@ -263,9 +289,9 @@ CHANGES: dict[str, Callable[[Path], object]] = {
     "uv.lock": lambda root: append(root, "images/uv.lock"),
     "a script of kernels": lambda root: append(root, "kernels/bin/gcc"),
     "a file of rootfs": lambda root: append(root, str(a_file_of(root).relative_to(root))),
-    "a new file of rootfs": lambda root: (root / "rootfs/new").write_text("new"),
+    "a new file of rootfs": lambda root: (root / "rootfs/common/new").write_text("new"),
     "a file less": lambda root: a_file_of(root).unlink(),
-    "another name": lambda root: a_file_of(root).rename(root / "rootfs/renamed"),
+    "another name": lambda root: a_file_of(root).rename(root / "rootfs/common/renamed"),
     "an exec bit": lambda root: a_file_of(root).chmod(a_file_of(root).stat().st_mode ^ 0o111),
 }
 
@@ -273,47 +299,57 @@ CHANGES: dict[str, Callable[[Path], object]] = {
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
 def test_the_contents_id_changes_with(change: Callable[[Path], object], tmp_path: Path) -> None:
     root = copied(tmp_path)
-    before = render.contents_id(ROW, root, DIGEST)
+    before = contents_id(ROW, root, DIGEST)
     change(root)
-    assert render.contents_id(ROW, root, DIGEST) != before
+    assert contents_id(ROW, root, DIGEST) != before
 
 
 def test_the_contents_id_changes_with_the_base_digest() -> None:
     other = DIGEST.replace("1", "2")
-    assert render.contents_id(ROW, ROOT, DIGEST) != render.contents_id(ROW, ROOT, other)
+    assert contents_id(ROW, ROOT, DIGEST) != contents_id(ROW, ROOT, other)
 
 
 def test_the_contents_id_does_not_change_with_times_place_or_python_caches(tmp_path: Path) -> None:
     root = copied(tmp_path)
-    before = render.contents_id(ROW, root, DIGEST)
-    assert before == render.contents_id(ROW, ROOT, DIGEST)
+    before = contents_id(ROW, root, DIGEST)
+    assert before == contents_id(ROW, ROOT, DIGEST)
     for path in root.rglob("*"):
         os.utime(path, (1, 1), follow_symlinks=False)
-    for folder in ("kernels", "rootfs"):
+    for folder in ("kernels", "rootfs/common"):
         (root / folder / "__pycache__").mkdir()
         (root / folder / "__pycache__/x.pyc").write_bytes(b"\xa7\xff")
-    assert render.contents_id(ROW, root, DIGEST) == before
+    assert contents_id(ROW, root, DIGEST) == before
     assert render.kernels_key(ROW, root, "cuda", ROW.ops) == key(ROW)
 
 
 def test_the_contents_id_does_not_depend_on_another_row(tmp_path: Path) -> None:
     root = copied(tmp_path)
-    before = render.contents_id(ROW, root, DIGEST)
+    before = contents_id(ROW, root, DIGEST)
     (root / "images/other").mkdir()
     (root / "images/other/Dockerfile").write_text("FROM scratch")
-    assert render.contents_id(ROW, root, DIGEST) == before
+    assert contents_id(ROW, root, DIGEST) == before
 
 
 def test_kernels_are_no_input_of_an_image_without_deepspeed(tmp_path: Path) -> None:
     row = BY_ID["cu121-pt29-base"]
     root = copied(tmp_path, row)
-    before = render.contents_id(row, root, DIGEST)
+    before = contents_id(row, root, DIGEST)
     append(root, "kernels/build_wheel.py")
-    assert render.contents_id(row, root, DIGEST) == before
+    assert contents_id(row, root, DIGEST) == before
+
+
+def test_a_file_of_a_feature_is_no_input_of_an_image_without_it(tmp_path: Path) -> None:
+    row = BY_ID["cu121-pt29-base"]
+    root = copied(tmp_path, row)
+    before = contents_id(row, root, DIGEST)
+    (root / "rootfs/sshd/new").write_text("new")
+    assert contents_id(row, root, DIGEST) == before
+    (root / "rootfs/common/new").write_text("new")
+    assert contents_id(row, root, DIGEST) != before
 
 
 def test_every_row_has_a_contents_id_of_its_own() -> None:
-    assert len({render.contents_id(row, ROOT, DIGEST) for row in ROWS}) == len(ROWS)
+    assert len({contents_id(row, ROOT, DIGEST) for row in ROWS}) == len(ROWS)
 
 
 # -- the kernels' key ----------------------------------------------------------------------

@@ -1,0 +1,1 @@
+"""What this node is and whether training can run on it.  Standard library only, quick to import."""
