@@ -6,7 +6,8 @@ TEST_MATRIX ?= cpu-pt213,cu121-pt29
 BUILD := .venv/bin/python build.py
 
 .DEFAULT_GOAL := help
-.PHONY: help build test list explain lock render plan check unit e2e relock doctor clean clean-all engine-stop venv
+.PHONY: help build test list explain lock render plan check unit e2e registry browser relock doctor jobs push
+.PHONY: nightly catalog bump clean clean-all engine-stop venv
 
 help: ## show this text
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -45,10 +46,31 @@ unit: venv ## unit tests only
 e2e: venv ## real faults: interrupted and wrong builds, an engine killed with -9 (root)
 	@.venv/bin/python -m pytest tests/e2e
 
+registry: venv ## publishing against a real registry with TLS and faults (root)
+	@.venv/bin/python -m pytest tests/registry
+
+browser: venv ## the catalog in real Chromium (needs chromium, chromium-driver, npm)
+	@.venv/bin/python -m pytest tests/browser
+
 relock: venv ## lock what Trainyard itself runs on
 	@.venv/bin/uv pip compile --quiet --universal --python-version 3.11 --no-python-downloads \
 		--system-certs --generate-hashes --custom-compile-command "make relock" \
 		requirements.in -o requirements.lock
+
+jobs: venv ## print the images as the job matrix of a GitHub workflow
+	@$(BUILD) list '$(or $(MATRIX),all)' --format github
+
+push: venv ## upload tested MATRIX to REGISTRY=host/org/name by digest, then set its tags
+	@$(BUILD) push '$(MATRIX)' --promote
+
+nightly: venv ## build, test and publish (REGISTRY=) what changed of MATRIX (default: all)
+	@$(BUILD) nightly '$(MATRIX)'
+
+catalog: venv ## write the catalog to out/catalog; FETCH=DIR: first fetch published builds into DIR
+	@$(BUILD) catalog $(if $(FETCH),--fetch --history '$(FETCH)')
+
+bump: venv ## say what could be newer than the matrix and its locks
+	@$(BUILD) bump '$(MATRIX)'
 
 clean: venv ## remove out/
 	@$(BUILD) clean

@@ -113,16 +113,24 @@ def attach(
     return attached
 
 
-def fetch_manifest(target: Target, ref: str) -> dict[str, Any]:
-    """Trainyard's manifest that is attached to a published image.
+def fetch(target: Target, ref: str) -> dict[str, bytes]:
+    """What is attached to a published image, by file name; of several of a kind, the last one.
 
-    Unsigned, as ``diff`` needs it; :mod:`trainyard.verify` is what trusts.  Raises StepFailed
-    where none is attached.
+    Nothing is checked but digests; :mod:`trainyard.verify` is what trusts.
     """
-    digest = target.manifest(ref).digest
-    found = [one for one in target.referrers(digest) if one.get("artifactType") == MANIFEST_TYPE]
-    if not found:
-        raise StepFailed(f"{ref}: no Trainyard manifest is attached to {digest}")
-    (layer,) = target.manifest(found[-1]["digest"]).json["layers"]
-    measured: dict[str, Any] = json.loads(target.blob(layer["digest"]))
+    found = {}
+    for one in target.referrers(target.manifest(ref).digest):
+        name = ATTACHED.get(str(one.get("artifactType")))
+        if name:
+            (layer,) = target.manifest(one["digest"]).json["layers"]
+            found[name] = target.blob(layer["digest"])
+    return found
+
+
+def fetch_manifest(target: Target, ref: str) -> dict[str, Any]:
+    """Trainyard's manifest of a published image.  Raises StepFailed where none is attached."""
+    body = fetch(target, ref).get(ATTACHED[MANIFEST_TYPE])
+    if body is None:
+        raise StepFailed(f"{ref}: no Trainyard manifest is attached to it")
+    measured: dict[str, Any] = json.loads(body)
     return measured

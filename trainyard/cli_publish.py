@@ -288,11 +288,24 @@ def _measured(app: App, name: str, plain_http: bool) -> dict[str, Any]:
 @click.option("--history", type=click.Path(path_type=Path, file_okay=False), help="Nights kept by `nightly`.")
 @click.option("--registry", "-r", envvar="REGISTRY", metavar="HOST/ORG/NAME", help="For the pull commands.")
 @click.option("--source-url", help="Where images/ can be browsed; without it the files are copied.")
+@click.option("--fetch", is_flag=True, help="First fetch published builds from the registry into --history.")
+@plain_option
 @click.pass_obj
-def catalog_(app: App, to: Path, history: Path | None, registry: str | None, source_url: str | None) -> None:
+def catalog_(
+    app: App,
+    to: Path,
+    history: Path | None,
+    registry: str | None,
+    source_url: str | None,
+    fetch: bool,
+    plain_http: bool,
+) -> None:
     """Write the catalog, a static site: all images, what is inside, how they did in their tests."""
-    index = _catalog(app, to, history, registry, source_url)
-    out.print(str(index))
+    if fetch:
+        if not (registry and history):
+            raise InputError("--fetch needs --registry to fetch from and --history to fetch into")
+        nightly.collect(registries.connect(registry, plain_http, say=say), app.rows, history)
+    out.print(str(_catalog(app, to, history, registry, source_url)))
 
 
 def _catalog(app: App, to: Path, history: Path | None, registry: str | None, source_url: str | None) -> Path:

@@ -17,9 +17,9 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Literal
 
-from trainyard import manifest, publish, suites
+from trainyard import archive, attest, manifest, publish, suites
 from trainyard.engine import Engine
-from trainyard.model import StepFailed
+from trainyard.model import Row, StepFailed
 from trainyard.plan import CONTENTS_LABEL, Item
 from trainyard.registry import Registry, utc
 
@@ -123,6 +123,24 @@ def stale(items: Sequence[Item], registry: Registry, max_age_days: int) -> tuple
             message = f"{registry.name}:{item.row.id} is of {created[:10]}, older than {max_age_days} days"
             found.append(Outcome(item.row.id, "nothing", "stale", message))
     return tuple(found)
+
+
+def collect(registry: Registry, items: Sequence[Row], history: Path, nights: int = 30) -> list[Path]:
+    """Fetch what describes the newest published builds of each row into ``history``.
+
+    What the registry holds is the only memory that outlives a CI runner.
+    """
+    kept = []
+    for row in items:
+        for version in publish.history(registry, row.id)[:nights]:
+            night = history / row.id / f"{version.created:%Y%m%d}-{version.contents_id}"
+            if not (night / manifest.FILE).exists():
+                files = attest.fetch(registry, version.digest)
+                night.mkdir(parents=True, exist_ok=True)
+                for name, body in sorted(files.items(), key=lambda one: one[0] == manifest.FILE):
+                    archive.write(night / name, body)  # the manifest last: it says that all is there
+            kept.append(night)
+    return kept
 
 
 def remember(outcomes: Sequence[Outcome], out: Path, history: Path) -> list[Path]:

@@ -14,7 +14,7 @@ from pathlib import Path
 from trainyard.builder import build_twin
 from trainyard.engine import Engine
 from trainyard.hostenv import Say
-from trainyard.model import StepFailed
+from trainyard.model import Row, StepFailed
 from trainyard.plan import Item
 
 #: Written beside the report when a whole suite passed: which image, and which suite.
@@ -54,6 +54,11 @@ def run(
         passed.write_text(
             json.dumps({"image_id": image.id, "suite": suite_id(root), "passed_at": now}) + "\n"
         )
+
+
+def tools(row: Row) -> dict[str, str]:
+    """Programs that a row's tests need on this host, and Debian's packages with them."""
+    return {"chromium": "chromium", "chromedriver": "chromium-driver"} if row.has_jupyter else {}
 
 
 def suite_id(root: Path) -> str:

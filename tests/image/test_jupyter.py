@@ -337,7 +337,6 @@ def browser(tmp_path: Path) -> Iterator[Chrome]:
         f"--user-data-dir={tmp_path / 'profile'}",
     ):
         options.add_argument(argument)
-    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
     try:
         chrome = Chrome(
             options=options, service=ChromeService(str(driver), log_output=str(tmp_path / "driver.log"))
@@ -392,10 +391,6 @@ def test_a_notebook_trains_in_a_browser(
         # as a paste would: keys one by one get the editor's own indentation on top
         browser.execute_cdp_cmd("Input.insertText", {"text": CELL.strip()})
         ActionChains(browser).key_down(Keys.SHIFT).send_keys(Keys.ENTER).key_up(Keys.SHIFT).perform()
-        DIAG_wait = time.sleep(25)
-        print("STATUS", [e.get_attribute("outerHTML")[:200] for e in browser.find_elements(By.CSS_SELECTOR, "[data-status]")])
-        for entry in browser.get_log("browser"): print("CONSOLE", entry["level"], entry["message"][:300])
-        print("JUPYTER", log(container)[-3000:])
         printed = wait.until(
             lambda b: [e.text for e in b.find_elements(By.CSS_SELECTOR, ".jp-OutputArea-output") if e.text],
             "the cell printed nothing",

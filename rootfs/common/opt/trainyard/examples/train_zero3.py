@@ -363,6 +363,12 @@ def sharding_facts(engine: Any) -> dict[str, Any]:
     }
 
 
+def compute_dtype(engine: Any) -> str:
+    """What forward and backward ran in: fp32, bf16 or fp16."""
+    names = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+    return names[next(engine.module.parameters()).dtype]
+
+
 def choose_backend() -> tuple[str, int]:
     """``nccl`` if every local process can have its own GPU, else ``gloo``; the local rank.
 
@@ -450,6 +456,7 @@ def train_zero(args: argparse.Namespace) -> None:
                 "world_size": world_size,
                 "rank": rank,
                 "backend": dist.get_backend(),
+                "dtype": compute_dtype(engine),  # as it ran, also where a file said so
                 "accelerator": deepspeed.accelerator.get_accelerator().device_name(),
                 "first_step": first_step,
                 "losses": losses,
