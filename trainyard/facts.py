@@ -282,6 +282,13 @@ class NeedsSetuptools(Strict):
     url: str
 
 
+class ZeroOnGloo(Strict):
+    """From when on ZeRO stages 1 and 2 train without a GPU."""
+
+    since: str
+    source: str
+
+
 class ImportWithoutNvcc(Strict):
     """Where ``import deepspeed`` needs nvcc or a variable."""
 
@@ -304,6 +311,7 @@ class DeepSpeedFacts(Strict):
     arch_letters: ArchLetters
     bf16_off_at_major: Bf16Off
     needs_setuptools: NeedsSetuptools
+    zero_1_2_on_gloo: ZeroOnGloo
     import_without_nvcc: ImportWithoutNvcc
 
     def ops_of(self, accelerator: Accelerator, deepspeed: str) -> dict[str, Op]:

@@ -84,6 +84,7 @@ def _row(matrix: Matrix, cell: Cell, facts: Facts) -> Row:
         features=features,
         unlisted=stack.allow_unlisted,
         fsdp2_on_cpu=not older(stack.torch, facts.torch.fsdp2.on_cpu_since),
+        zero_1_2_on_gloo=not (deepspeed and older(deepspeed, facts.deepspeed.zero_1_2_on_gloo.since)),
         notes=tuple(_notes(stack, deepspeed, features, facts)),
         requirements=_requirements(stack, deepspeed, facts),
         env=_env(stack, deepspeed, features, facts),
