@@ -30,6 +30,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import sysconfig
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -199,8 +200,19 @@ def link_flags(accelerator: str) -> str:
     for -lcuda, which no image has: only the host's driver brings it.
     """
     if accelerator == "cuda":
-        return "-Wl,--strip-debug -Wl,--as-needed"
+        return f"-Wl,--strip-debug -Wl,--as-needed{library_path(Path(os.environ['CUDA_HOME']))}"
     return "-Wl,--strip-debug -Wl,--push-state,--no-as-needed -laio -lgomp -Wl,--pop-state"
+
+
+def library_path(cuda_home: Path) -> str:
+    """Where an op looks for NVIDIA's libraries once it lies in site-packages/deepspeed/ops/NAME/.
+
+    torch loads most of them before any op, but no longer all: its 2.15 wheel does without cuRAND.
+    Only where the toolkit comes as wheels: their folder in site-packages has the same name.
+    """
+    if cuda_home.parent.name != "nvidia":
+        return ""
+    return f" -Wl,-rpath,$ORIGIN/../../../nvidia/{cuda_home.name}/lib"
 
 
 def parallelism(cores: int, memory: int) -> tuple[int, int]:
@@ -250,6 +262,9 @@ def check(wheel: Path, accelerator: str, ops: tuple[str, ...]) -> None:
     """Install the wheel into a folder of its own and prove its ops."""
     with tempfile.TemporaryDirectory(prefix="check-") as folder:
         install(wheel, Path(folder))
+        libraries = Path(sysconfig.get_paths()["purelib"], "nvidia")  # where library_path() leads
+        if libraries.is_dir():
+            Path(folder, "nvidia").symlink_to(libraries)
         env = {"PATH": "/nonexistent", "PYTHONPATH": folder, "DS_ACCELERATOR": accelerator}
         env |= {"HOME": folder, "TORCH_EXTENSIONS_DIR": "/nonexistent"}
         recorded = installed(folder)

@@ -282,6 +282,14 @@ class NeedsSetuptools(Strict):
     url: str
 
 
+class NeedsCurand(Strict):
+    """Where the ops need cuRAND and torch does not bring it."""
+
+    torch: str
+    requirement: str
+    source: str
+
+
 class ZeroOnGloo(Strict):
     """From when on ZeRO stages 1 and 2 train without a GPU."""
 
@@ -311,6 +319,7 @@ class DeepSpeedFacts(Strict):
     arch_letters: ArchLetters
     bf16_off_at_major: Bf16Off
     needs_setuptools: NeedsSetuptools
+    needs_curand: NeedsCurand
     zero_1_2_on_gloo: ZeroOnGloo
     import_without_nvcc: ImportWithoutNvcc
 

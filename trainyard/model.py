@@ -121,7 +121,7 @@ class Row:
     features: frozenset[str]
     unlisted: str | None  # the reason, where the row uses versions that compat/ does not list
     notes: tuple[str, ...]  # sentences for ``explain``: what was decided and why
-    requirements: tuple[str, ...] = ()  # packages DeepSpeed needs and does not declare: setuptools
+    requirements: tuple[str, ...] = ()  # packages DeepSpeed needs and nothing declares: setuptools
     fsdp2_on_cpu: bool = True  # FSDP2 of this torch trains without a GPU
     zero_1_2_on_gloo: bool = True  # ZeRO stages 1 and 2 of this DeepSpeed do, too
     env: tuple[tuple[str, str], ...] = ()  # variables DeepSpeed needs in the image

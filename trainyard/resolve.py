@@ -161,11 +161,21 @@ def _twin_ops(stack: Stack, deepspeed: str | None, facts: Facts) -> tuple[str, .
 
 
 def _requirements(stack: Stack, deepspeed: str | None, facts: Facts) -> tuple[str, ...]:
-    """Python packages that DeepSpeed needs at run time and does not declare."""
+    """Python packages that DeepSpeed and its ops need at run time and nothing declares."""
+    if deepspeed is None:
+        return ()
+    found = []
+    if _needs_setuptools(stack, deepspeed, facts):
+        found.append("setuptools")
+    curand, known = facts.deepspeed.needs_curand, compat.release(stack, facts)
+    if not stack.is_cpu and known and known.toolkit and within(stack.torch, curand.torch):
+        found.append(f"{curand.requirement}=={known.toolkit}")
+    return tuple(found)
+
+
+def _needs_setuptools(stack: Stack, deepspeed: str, facts: Facts) -> bool:
     rule = facts.deepspeed.needs_setuptools
-    if deepspeed and within(deepspeed, rule.deepspeed) and within(stack.python, rule.python):
-        return ("setuptools",)
-    return ()
+    return within(deepspeed, rule.deepspeed) and within(stack.python, rule.python)
 
 
 def _env(
@@ -258,11 +268,17 @@ def _deepspeed_notes(stack: Stack, deepspeed: str, features: frozenset[str], fac
                 f"{rule.env}={rule.value} is set: without nvcc `import deepspeed` {deepspeed} "
                 f"fails on a host with a GPU ({rule.url})."
             )
-    if _requirements(stack, deepspeed, facts):
+    if _needs_setuptools(stack, deepspeed, facts):
         setuptools = facts.deepspeed.needs_setuptools
         yield (
             f"setuptools is installed: DeepSpeed {deepspeed} imports distutils, which Python "
             f"{stack.python} no longer has ({setuptools.url})."
         )
+    for requirement in _requirements(stack, deepspeed, facts):
+        if requirement.startswith(facts.deepspeed.needs_curand.requirement):
+            yield (
+                f"{requirement} is installed: DeepSpeed's transformer ops need cuRAND, which torch "
+                f"{stack.torch} no longer brings ({facts.deepspeed.needs_curand.source})."
+            )
     for op, entry in sorted(stack.skip_ops.items()):
         yield f"The op {op} is not built: {entry.reason} ({entry.url})."

@@ -119,7 +119,19 @@ def test_the_memory_of_this_machine_is_found() -> None:
     assert build_wheel.memory_bytes() > 0
 
 
-def test_link_flags_strip_debug_symbols_and_keep_what_the_cpu_ops_need() -> None:
+def test_ops_find_nvidias_wheels_beside_deepspeed_where_the_toolkit_came_as_wheels() -> None:
+    path = build_wheel.library_path(Path("/opt/build/nvidia/cu13"))
+    assert path == " -Wl,-rpath,$ORIGIN/../../../nvidia/cu13/lib"
+    op = Path("/site-packages/deepspeed/ops/transformer/stochastic_transformer_op.so")
+    relative = path.partition("$ORIGIN/")[2]
+    assert os.path.normpath(op.parent / relative) == "/site-packages/nvidia/cu13/lib"
+    assert build_wheel.library_path(Path("/usr")) == ""
+
+
+def test_link_flags_strip_debug_symbols_and_keep_what_the_cpu_ops_need(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("CUDA_HOME", "/usr")
     cuda, cpu = build_wheel.link_flags("cuda"), build_wheel.link_flags("cpu")
     assert "-Wl,--strip-debug" in cuda
     assert "-Wl,--strip-debug" in cpu
@@ -132,6 +144,7 @@ def test_link_flags_strip_debug_symbols_and_keep_what_the_cpu_ops_need() -> None
 @pytest.fixture
 def env(monkeypatch: pytest.MonkeyPatch) -> Callable[..., dict[str, str]]:
     monkeypatch.setenv("PATH", "/usr/bin:/bin")
+    monkeypatch.setenv("CUDA_HOME", "/usr")
     for name in [name for name in os.environ if name.startswith("DS_")]:
         monkeypatch.delenv(name)
     function: Callable[..., dict[str, str]] = build_wheel.build_env
