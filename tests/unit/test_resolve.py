@@ -99,7 +99,18 @@ def test_every_op_is_one_of_its_deepspeed() -> None:
 def test_deepspeed_before_0_19_8_gets_setuptools_on_new_python() -> None:
     for row in ROWS:
         old = row.deepspeed is not None and older(row.deepspeed, "0.19.8")
-        assert row.requirements == (("setuptools",) if old else ())
+        assert ("setuptools" in row.requirements) == old
+
+
+def test_curand_is_there_where_the_ops_need_it_and_torch_does_not_bring_it() -> None:
+    """Fails once torch's own wheel asks for it again or no row needs it: then the fact can go."""
+    needing = {row.id for row in ROWS if any("curand" in name for name in row.requirements)}
+    assert needing == {"cu132-pt215", "cu132-pt215-devel"}
+    for row in ROWS:
+        lock = (IMAGES / row.id / "requirements.lock").read_text()
+        if row.builds_cuda_kernels:
+            assert "nvidia-curand" in lock
+    assert "nvidia-curand" not in (IMAGES / "cu132-pt215-base/requirements.lock").read_text()
 
 
 def test_newer_nccl_is_an_override() -> None:
