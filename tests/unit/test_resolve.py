@@ -107,10 +107,12 @@ def test_curand_is_there_where_the_ops_need_it_and_torch_does_not_bring_it() -> 
     needing = {row.id for row in ROWS if any("curand" in name for name in row.requirements)}
     assert needing == {"cu132-pt215", "cu132-pt215-devel"}
     for row in ROWS:
-        lock = (IMAGES / row.id / "requirements.lock").read_text()
+        lock = (SHIPPED.parent / "images" / row.id / "requirements.lock").read_text()
         if row.builds_cuda_kernels:
             assert "nvidia-curand" in lock
-    assert "nvidia-curand" not in (IMAGES / "cu132-pt215-base/requirements.lock").read_text()
+    assert (
+        "nvidia-curand" not in (SHIPPED.parent / "images" / "cu132-pt215-base/requirements.lock").read_text()
+    )
 
 
 def test_newer_nccl_is_an_override() -> None:
