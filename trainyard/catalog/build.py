@@ -256,7 +256,7 @@ def _verify(entry: Entry, sources: Sources) -> list[Command]:
     label = f'{{{{index .Config.Labels "{CONTENTS_LABEL}"}}}}'
     signed = Command(
         "Signature, digest, SBOM and manifest, as the registry has them",
-        f"python build.py verify {reference}",
+        f"python build.py verify {reference} --key cosign.pub",
     )
     return [
         *([signed] if published else []),
