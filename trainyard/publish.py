@@ -639,10 +639,11 @@ def _removal(
     parts = dict.fromkeys(images[1:])
     names = []
     for image in images:
-        parts |= dict.fromkeys(one["digest"] for one in registry.referrers(image))
+        attached = [one["digest"] for one in registry.referrers(image)]
+        parts |= dict.fromkeys(attached)
+        owners = tuple(referrers_tag(one) for one in (image, *attached))  # each can have its signature
         for tag in tags:
-            found = _OF_A_DIGEST.fullmatch(tag)
-            if found and tag.startswith(referrers_tag(image)) and (its := registry.digest(tag)):
+            if _OF_A_DIGEST.fullmatch(tag) and tag.startswith(owners) and (its := registry.digest(tag)):
                 parts[its] = None
                 names.append(tag)
     going = tuple(one for one in parts if one not in held)

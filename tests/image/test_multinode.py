@@ -384,9 +384,8 @@ def test_too_little_shared_memory_is_named_before_anything_starts(image: Image) 
 @pytest.mark.only("not is_cpu")
 def test_more_ranks_than_gpus_are_refused(image: Image) -> None:
     asked = str(image.visible_gpus + 8)
-    ran = image.run_new(["launch", "--nproc", asked, "--dry-run", TRAINER])
-    assert "GPU" in ran.text
-    ran = image.run_new(["launch", "--nproc", asked, TRAINER], environment={"DS_ACCELERATOR": "cuda"})
+    ran = image.run_new(["launch", "--nproc", asked, TRAINER])
     assert ran.rc != 0
     assert "GPU" in ran.err
+    assert "--gpus" in ran.err or "ask for" in ran.err
     assert "Traceback" not in ran.text

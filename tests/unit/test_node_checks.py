@@ -131,13 +131,20 @@ def test_gpus_that_nobody_passed_in_are_a_warning_unless_nobody_wants_them() -> 
 
 
 @pytest.mark.parametrize(
-    ("gpus", "ranks", "severity"), [(2, 2, "ok"), (2, 3, "error"), (0, 3, "ok"), (8, 1, "ok")]
+    ("gpus", "ranks", "severity"), [(2, 2, "ok"), (2, 3, "error"), (0, 1, "error"), (8, 1, "ok")]
 )
 def test_every_rank_needs_a_gpu_where_there_are_gpus(gpus: int, ranks: int, severity: str) -> None:
     found = checks.enough_gpus(HEALTHY._replace(gpus=gpus), ranks)
     assert found.severity == severity
     if severity == "error":
         assert f"{ranks} ranks but {gpus} GPUs" in found.text
+
+
+def test_ranks_run_on_the_cpu_where_the_image_is_for_it_or_somebody_chose_it() -> None:
+    bare = HEALTHY._replace(gpus=0)
+    assert checks.enough_gpus(bare._replace(require_cuda=""), 3).severity == "ok"
+    assert checks.enough_gpus(bare._replace(no_gpus_wanted=True), 3).severity == "ok"
+    assert "--gpus all" in checks.enough_gpus(bare, 3).remedy
 
 
 def test_tasks_that_see_one_gpu_each_are_told_about_slurms_binding() -> None:

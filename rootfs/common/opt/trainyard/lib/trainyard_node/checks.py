@@ -165,8 +165,11 @@ def hidden_gpus(facts: Facts) -> Finding:
 
 
 def enough_gpus(facts: Facts, ranks: int, *, bound: bool = False) -> Finding:
-    """A rank on a GPU machine needs a GPU of its own.  Without any GPU, ranks run on the CPU."""
+    """A rank needs a GPU of its own, in a CUDA image unless somebody chose the CPU."""
     name = "ranks"
+    if not facts.gpus and facts.require_cuda and not facts.no_gpus_wanted:
+        remedy = "docker run --gpus all; to train on the CPU on purpose: DS_ACCELERATOR=cpu"
+        return Finding("error", name, f"{count(ranks, 'rank')} but no GPU ({facts.gpus_why})", remedy)
     if not facts.gpus:
         return ok(name, f"{ranks} ranks on the CPU")
     if ranks <= facts.gpus:
