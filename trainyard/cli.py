@@ -40,7 +40,7 @@ from trainyard import (
     resolve,
     suites,
 )
-from trainyard.engine import Engine, connect
+from trainyard.engine import LOST, Engine, connect
 from trainyard.facts import load_facts
 from trainyard.hostenv import wheelhouse_dirs
 from trainyard.model import InputError, Row, StepFailed
@@ -546,6 +546,9 @@ def run() -> None:
         sys.exit(2)
     except StepFailed as error:
         complain(error)
+        sys.exit(1)
+    except LOST as error:
+        complain(StepFailed(f"the engine does not answer: {error}\nThe same command goes on from here."))
         sys.exit(1)
     except click.ClickException as error:
         error.show()

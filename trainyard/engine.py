@@ -27,6 +27,7 @@ from typing import IO, Any
 import docker
 from docker.errors import APIError, DockerException, ImageNotFound
 from docker.models.images import Image
+from requests.exceptions import RequestException
 
 from trainyard import daemon
 from trainyard.address import EngineAddress
@@ -43,6 +44,8 @@ CACHE_MOUNT = "exec.cachemount"
 PROXY_VARIABLES = tuple(
     spelled for name in ("http_proxy", "https_proxy", "no_proxy") for spelled in (name, name.upper())
 )
+#: What the SDK raises where an engine does not answer, or answers with an error.
+LOST = (DockerException, RequestException)
 UTF_8 = codecs.getincrementaldecoder("utf-8")
 #: Lines of a failed step that the message shows.
 TAIL_LINES = 25
@@ -78,6 +81,13 @@ class Engine:
         """The environment for a docker client that must reach this engine."""
         return self.address.environ()
 
+    def answers(self) -> bool:
+        """Is the engine still there?"""
+        try:
+            return bool(self.client.ping())
+        except LOST:
+            return False
+
     def cli(self, *args: str) -> subprocess.CompletedProcess[str]:
         """Run the docker client; the caller looks at ``returncode``."""
         return subprocess.run(
@@ -103,8 +113,11 @@ class Engine:
                 self.client.images.remove(image_id)
 
     def untag(self, reference: str) -> None:
-        """Forget a name; the image stays while another name or container needs it."""
-        with contextlib.suppress(ImageNotFound):
+        """Forget a name; the image stays while another name or container needs it.
+
+        It cleans up behind something, which may be that the engine is gone: no second failure.
+        """
+        with contextlib.suppress(*LOST):
             self.client.images.remove(reference, noprune=True)
 
     def run_python(self, image: str, script: str, seconds: int = 300) -> str:
@@ -219,6 +232,11 @@ class Engine:
                 _cancel(process)
                 raise
             if code:
+                if not self.answers():
+                    raise StepFailed(
+                        f"the engine at {self.host} went away during the build\n"
+                        "The same command goes on from here."
+                    )
                 raise StepFailed(f"{story.failure()}\nThe whole log: {request.log}")
             return iid.read_text() if iid.exists() else ""
 

@@ -18,6 +18,7 @@ from pathlib import Path
 import pytest
 
 from trainyard.engine import Engine
+from trainyard.layout import layout
 from trainyard.model import Row
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -97,6 +98,34 @@ def test_a_stopped_build_keeps_the_tag_and_leaves_nothing_running(
         assert building.returncode == 130, said
         assert "nothing was tagged" in said
         assert "Traceback" not in said
+
+
+def test_an_engine_killed_during_a_build_is_one_message_and_the_next_command_goes_on(
+    slow_checkout: Path, docker: Engine, cpu_row: Row
+) -> None:
+    if not docker.address.private:
+        pytest.fail("this test kills the engine, so it needs a private one: TRAINYARD_ENGINE=private")
+    tag = f"trainyard:{cpu_row.id}"
+    before = docker.image(tag)
+    assert before is not None
+    building = run(slow_checkout, "build", cpu_row.id)
+    try:
+        wait_until("the last step runs", sleepers, 600)
+        os.kill(int(layout().pidfile.read_text()), signal.SIGKILL)
+        said, _ = building.communicate(timeout=60)
+    finally:
+        building.kill()
+    assert building.returncode == 1
+    assert "went away during the build" in said
+    assert "Traceback" not in said
+    again = run(ROOT, "build", cpu_row.id)
+    said, _ = again.communicate(timeout=900)
+    assert again.returncode == 0, said
+    assert "had not been stopped; cleaned up" in said
+    after = docker.image(tag)
+    assert after is not None
+    assert after.id == before.id
+    assert not sleepers()
 
 
 def test_two_builds_of_one_row_at_once_both_end_well(docker: Engine, cpu_row: Row) -> None:
