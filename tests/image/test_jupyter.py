@@ -184,7 +184,7 @@ while True:
     try:
         client.wait_for_ready(timeout=60)
         break
-    except RuntimeError:  # "died": so it is called while it is still being loaded from a slow disk
+    except RuntimeError:  # "died": so it is called after one second without an answer
         if time.monotonic() > deadline:
             raise
 client.execute_interactive(sys.argv[2], timeout=60)

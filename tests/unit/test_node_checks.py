@@ -130,9 +130,7 @@ def test_gpus_that_nobody_passed_in_are_a_warning_unless_nobody_wants_them() -> 
     assert checks.hidden_gpus(hidden._replace(require_cuda="")).severity == "ok"  # a CPU image
 
 
-@pytest.mark.parametrize(
-    ("gpus", "ranks", "severity"), [(2, 2, "ok"), (2, 3, "error"), (8, 1, "ok")]
-)
+@pytest.mark.parametrize(("gpus", "ranks", "severity"), [(2, 2, "ok"), (2, 3, "error"), (8, 1, "ok")])
 def test_every_rank_needs_a_gpu_where_there_are_gpus(gpus: int, ranks: int, severity: str) -> None:
     found = checks.enough_gpus(HEALTHY._replace(gpus=gpus), ranks)
     assert found.severity == severity
