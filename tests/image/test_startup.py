@@ -211,6 +211,16 @@ def test_when_one_service_cannot_start_the_container_ends(image: Image) -> None:
     assert "sshd ended with exit code 2" in done.err
 
 
+@pytest.mark.only("has_sshd")
+@pytest.mark.only("has_jupyter")
+def test_when_one_service_ends_the_others_are_stopped(image: Image) -> None:
+    """In a container that goes on: the end of PID 1 would end them in any case."""
+    with image.fresh() as container:
+        done = container.exec([ENTRYPOINT], env={**JUPYTER, "SERVICES": "jupyter sshd"}, timeout=30)
+        assert done.rc == 2, done
+        assert container.exec("grep -lz [j]upyter /proc/[0-9]*/cmdline; true").ok() == ""
+
+
 @pytest.mark.only("has_jupyter")
 def test_when_a_service_dies_the_container_ends_with_its_code(image: Image) -> None:
     with starting(image, "JupyterLab: http", command=[], environment=JUPYTER) as container:
