@@ -275,7 +275,9 @@ def test_our_disk_is_full(docker: Engine, image: Maker, tmp_path: Path) -> None:
 # -- Ctrl-C ------------------------------------------------------------------------------------
 
 PUBLISH = """
+import signal
 import sys
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
 from pathlib import Path
 from trainyard import engine, matrix, publish, registry, resolve
 host, folder, reference = sys.argv[1:]
