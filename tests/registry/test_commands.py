@@ -78,7 +78,7 @@ def test_a_tested_image_is_published_verified_and_shown(
     index = ok(
         command("catalog", "--to", str(tmp_path / "site"), "--history", str(tmp_path / "h"), "--fetch")
     )
-    page = (Path(index.strip()).parent / f"{published_id}.html").read_text()
+    page = (Path(index.strip()).parent / "images" / f"{published_id}.html").read_text()
     assert publish.immutable_tag(published_id, utc(manifest["built_at"]), manifest["contents_id"]) in page
 
     assert "up to date" in command("nightly", published_id, "--dry-run").stderr
