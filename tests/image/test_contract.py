@@ -393,3 +393,22 @@ def test_another_torch_is_refused(image: Image) -> None:
     done = image.run_new("pip install torch==2.5.0", timeout=300, **pip_options())
     assert done.rc != 0
     assert "constraint" in done.text, done.text
+
+
+# -- fabric --------------------------------------------------------------------------------
+
+
+@pytest.mark.only("has_rdma")
+def test_rdma_is_there_once_and_names_no_interface(image: Image) -> None:
+    """Two libibverbs of different age are what NCCL and perftest would disagree about."""
+    found = image.exec("find / -xdev -type f -name 'libibverbs.so*'").ok().split()
+    assert len(found) == 1, found
+    assert "Version" in image.exec("ib_write_bw --version").text  # its exit code is 1 then, too
+    image.python("import ctypes; ctypes.CDLL('libibverbs.so.1'); ctypes.CDLL('librdmacm.so.1')").ok()
+    assert image.exec("ls /usr/lib/x86_64-linux-gnu/libibverbs/libmlx5-rdmav*.so").ok()
+    assert not image.host.file("/etc/nccl.conf").exists
+
+
+@pytest.mark.only("not has_rdma")
+def test_no_rdma_where_the_row_has_none(image: Image) -> None:
+    assert image.exec("find / -xdev -name 'libibverbs.so*'").ok() == ""
