@@ -389,3 +389,12 @@ def test_more_ranks_than_gpus_are_refused(image: Image) -> None:
     assert "GPU" in ran.err
     assert "--gpus" in ran.err or "ask for" in ran.err
     assert "Traceback" not in ran.text
+
+
+def test_a_cache_and_a_home_that_cannot_be_written_are_named(image: Image) -> None:
+    env = {"TORCH_EXTENSIONS_DIR": "/root/cache", "HOME": "/nowhere", "DS_ACCELERATOR": "cpu"}
+    ran = image.run_new(["launch", "--nproc", "2", TRAINER], user="12345:12345", environment=env)
+    assert ran.rc != 0
+    assert "TORCH_EXTENSIONS_DIR" in ran.err
+    assert "HOME=/nowhere" in ran.err
+    assert "Traceback" not in ran.text
