@@ -802,6 +802,11 @@ class Registry:
         told = _told(answer)
         if status == 404:
             raise NotFound(f"{what}: not found{f' ({told})' if told else ''}", 404)
+        if status == 400 and "/manifests/" in answer.url and "DIGEST_INVALID" in told:
+            # The digest of a manifest is of the bytes we send. docker-registry 2.8 says this where it
+            # reads a blob's link file while another publisher of the same blob writes it: seen when
+            # five attached at once. It ends once no registry keeps such files without a lock.
+            raise _Transient("the registry was busy with another publisher (DIGEST_INVALID)", status)
         if status == 507:
             raise RegistryError(f"{what}: the registry's disk is full (507)", 507)
         raise RegistryError(f"{what}: {status} {told or answer.reason}", status)

@@ -491,6 +491,14 @@ def test_a_file_that_changed_is_named_as_the_cause(fake: Fake) -> None:
         fake.open().put_blob(DIGEST, lambda: io.BytesIO(b"short"), 500)
 
 
+def test_a_manifest_refused_while_another_publisher_writes_is_put_again(fake: Fake) -> None:
+    refused = Answer(400, {}, b'{"errors":[{"code":"DIGEST_INVALID","message":"did not match"}]}')
+    answers = [refused, Answer(201)]
+    fake.handle = lambda _: answers.pop(0)
+    fake.open().put_manifest("a-tag", b"{}", registry.OCI_MANIFEST)
+    assert answers == []
+
+
 def test_a_commit_whose_answer_was_lost_is_not_done_twice(fake: Fake) -> None:
     store = Store()
     lost = [True]
