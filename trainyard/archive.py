@@ -25,7 +25,6 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, BinaryIO, Literal, Protocol
 
 import zstandard
-from docker.errors import APIError
 
 from trainyard.engine import Engine
 from trainyard.hostenv import Say, silent
@@ -146,7 +145,7 @@ def pack(
         _need_disk(engine, image.id, cache, image.attrs["Size"])
         count = sum(1 for diff_id in missing if diff_id)
         say(f"reading the image; {count} of {len(diff_ids)} layers to compress with {compression}")
-        _fill(store, _save(engine, image.id), set(missing), image.id, say)
+        _fill(store, engine.save(image.id, PIECE), set(missing), image.id, say)
     config = store.config(image.id)
     if config is None:
         raise StepFailed(
@@ -155,11 +154,6 @@ def pack(
             'Use an engine with "containerd-snapshotter": false in its "features", or the private one'
         )
     return _assemble(store, config, diff_ids, notes)
-
-
-def _save(engine: Engine, image_id: str) -> Iterator[bytes]:
-    """``docker save`` as a stream."""
-    yield from engine.client.api.get_image(image_id, chunk_size=PIECE)
 
 
 def _assemble(store: _Store, config: Blob, diff_ids: Sequence[str], notes: Mapping[str, str]) -> OciImage:
@@ -292,7 +286,7 @@ def _need_disk(engine: Engine, image_id: str, cache: Path, size: int) -> None:
     here = int(size * EXPECTED_RATIO)
     free = shutil.disk_usage(cache).free
     engines = engine.free_bytes()
-    root = engine.client.info().get("DockerRootDir", "")
+    root = engine.data_root()
     same = engines is not None and os.stat(root).st_dev == os.stat(cache).st_dev
     need = here + (size if same else 0)
     if free < need:
@@ -522,24 +516,13 @@ def import_layout(folder: Path, engine: Engine, say: Say = silent) -> dict[str, 
     for name, image in images.items():
         say(f"{name}: loading {image.size / 1e6:.0f} MB")
         # Without a name first: the name moves only once the image is known to be the right one.
-        _load(engine, name, image)
+        engine.load(name, _load_stream(image))
         if engine.image(image.image_id) is None:
             raise StepFailed(
                 f"{name}: the engine loaded something that is not {image.image_id}; {name} stays as it was"
             )
         engine.tag(image.image_id, "trainyard", name)
     return {name: image.image_id for name, image in images.items()}
-
-
-def _load(engine: Engine, name: str, image: OciImage) -> None:
-    """``docker load`` from a stream."""
-    load: Callable[..., Iterable[Any]] = engine.client.api.load_image
-    try:
-        for line in load(_load_stream(image), quiet=True):
-            if isinstance(line, dict) and line.get("error"):
-                raise StepFailed(f"{name}: the engine cannot load it: {line['error']}")
-    except APIError as error:
-        raise StepFailed(f"{name}: the engine cannot load it: {error.explanation}") from error
 
 
 def _load_stream(image: OciImage) -> Iterator[bytes]:

@@ -24,7 +24,7 @@ TESTS_TYPE = "application/vnd.trainyard.tests+xml"
 #: What every published image has attached: type, and the name that the file gets where it is saved.
 ATTACHED = {
     MANIFEST_TYPE: "manifest.json",
-    sbom.MEDIA_TYPE: "sbom.cdx.json",
+    sbom.MEDIA_TYPE: "sbom.json",
     provenance.MEDIA_TYPE: "provenance.intoto.json",
     TESTS_TYPE: TESTS,
 }

@@ -69,13 +69,23 @@ def _push(
     row: Row, engine: Engine, where: registries.Registry, compression: archive.Compression, key: str | None
 ) -> publish.Pushed:
     """Upload, attach SBOM, provenance, manifest and test report, and sign; no tag yet."""
+    signer = keys.private_key(key, os.environ) if key else None  # wrong: said before the upload
     tested = publish.check(row, ROOT / "out" / row.id, engine)
     pushed = publish.push(where, engine, tested, compression, say=say)
     run = provenance.find_run(os.environ, tested.manifest)
     source = provenance.find_source(ROOT)
     files = attest.documents(row, tested.manifest, ROOT, (where.name, pushed.digest), source, run)
-    attest.attach(where, pushed.digest, files, keys.private_key(key, os.environ) if key else None)
+    attest.attach(where, pushed.digest, files, signer)
+    archive.write(tested.folder / catalog.SBOM, files[sbom.MEDIA_TYPE])
     return pushed
+
+
+def _promote(
+    app: App, row: Row, pushed: publish.Pushed, where: registries.Registry, since: dict[str, str | None]
+) -> publish.Promoted:
+    """Set the tags of what was just pushed."""
+    default = row.id == app.matrix.default
+    return publish.promote(where, row.id, pushed.digest, default, since, image_id=pushed.image_id, say=say)
 
 
 def _show_pushed(row: Row, pushed: publish.Pushed, signed: bool) -> None:
@@ -118,16 +128,11 @@ def push_(
     where = registries.connect(registry, plain_http, say=say)
     engine = connect(say)
     for row in app.select(selection):
-        default = row.id == app.matrix.default
-        since = publish.look(where, row.id, default)
+        since = publish.look(where, row.id, row.id == app.matrix.default)
         pushed = _push(row, engine, where, compression, key)
         _show_pushed(row, pushed, bool(key))
         if then_promote:
-            _show_promoted(
-                publish.promote(
-                    where, row.id, pushed.digest, default, since, image_id=pushed.image_id, say=say
-                )
-            )
+            _show_promoted(_promote(app, row, pushed, where, since))
 
 
 @main.command("promote", epilog=examples("promote cpu-pt213 -r ghcr.io/acme/trainyard"))
@@ -406,13 +411,9 @@ def nightly_(
             run_suite(engine, task.item)
         if where is None:
             return None
-        default = row.id == app.matrix.default
-        since = publish.look(where, row.id, default)
+        since = publish.look(where, row.id, row.id == app.matrix.default)
         pushed = _push(row, engine, where, compression, key)
-        done = publish.promote(
-            where, row.id, pushed.digest, default, since, image_id=pushed.image_id, say=say
-        )
-        return done.immutable
+        return _promote(app, row, pushed, where, since).immutable
 
     outcomes = nightly.carry_out(tasks, do)
     if history:

@@ -19,7 +19,7 @@ import signal
 import subprocess
 import tempfile
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
@@ -119,6 +119,24 @@ class Engine:
         """
         with contextlib.suppress(*LOST):
             self.client.images.remove(reference, noprune=True)
+
+    def save(self, image_id: str, chunk: int) -> Iterator[bytes]:
+        """``docker save`` as a stream of pieces of ``chunk`` bytes."""
+        yield from self.client.api.get_image(image_id, chunk_size=chunk)
+
+    def load(self, name: str, archive: Iterator[bytes]) -> None:
+        """``docker load`` from a stream.  Raises StepFailed with the engine's words."""
+        load: Callable[..., Iterable[Any]] = self.client.api.load_image
+        try:
+            for line in load(archive, quiet=True):
+                if isinstance(line, dict) and line.get("error"):
+                    raise StepFailed(f"{name}: the engine cannot load it: {line['error']}")
+        except APIError as error:
+            raise StepFailed(f"{name}: the engine cannot load it: {error.explanation}") from error
+
+    def data_root(self) -> str:
+        """Where the engine keeps its images, as a path on its own host."""
+        return str(self.client.info().get("DockerRootDir", ""))
 
     def run_python(self, image: str, script: str, seconds: int = 300) -> str:
         """Run a script in a throwaway container without network; return what it prints.

@@ -17,7 +17,7 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Literal
 
-from trainyard import archive, attest, manifest, publish, suites
+from trainyard import archive, attest, catalog, manifest, publish, suites
 from trainyard.engine import Engine
 from trainyard.model import Row, StepFailed
 from trainyard.plan import CONTENTS_LABEL, Item
@@ -153,7 +153,7 @@ def remember(outcomes: Sequence[Outcome], out: Path, history: Path) -> list[Path
             continue
         night = history / outcome.id / f"{utc(found['built_at']):%Y%m%d}-{found['contents_id']}"
         night.mkdir(parents=True, exist_ok=True)
-        for name in (manifest.FILE, publish.TESTS, "sbom.json"):
+        for name in (manifest.FILE, publish.TESTS, catalog.SBOM):
             if (folder / name).exists():
                 shutil.copy2(folder / name, night / name)
         kept.append(night)

@@ -81,6 +81,7 @@ def test_a_tested_image_is_published_verified_and_shown(
     page = (Path(index.strip()).parent / "images" / f"{published_id}.html").read_text()
     assert publish.immutable_tag(published_id, utc(manifest["built_at"]), manifest["contents_id"]) in page
 
+    assert "The SBOM lists" in page  # as it was attached, and fetched again
     assert "up to date" in command("nightly", published_id, "--dry-run").stderr
     assert "kept" in ok(command("prune", published_id, "--keep", "1"))
     assert registry.digest(published_id) == held.digest

@@ -51,7 +51,7 @@ def test_a_second_push_compresses_and_sends_nothing(
     first = publish.push(registry, docker, one.check(docker))
     assert first.sent == first.size > 4 * small.MB
     proxy.forget()
-    monkeypatch.setattr(archive, "_save", lambda *_: pytest.fail("read the image again"))
+    monkeypatch.setattr(docker, "save", lambda *_: pytest.fail("read the image again"))
     second = publish.push(registry, docker, one.check(docker))
     assert (second.sent, second.digest, second.blobs_there) == (0, first.digest, 3)
     assert proxy.count("POST") == proxy.count("PATCH") == 0

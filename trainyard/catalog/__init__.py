@@ -7,6 +7,6 @@ sources (rows, out/, history/) -> data.py  typed: one Entry per row, with an hon
 from __future__ import annotations
 
 from trainyard.catalog.build import build
-from trainyard.catalog.data import Sources
+from trainyard.catalog.data import SBOM, Sources
 
-__all__ = ["Sources", "build"]
+__all__ = ["SBOM", "Sources", "build"]

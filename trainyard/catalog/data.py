@@ -19,11 +19,13 @@ Kind = Literal["tested", "built", "failed", "differs", "missing"]
 
 #: The nights that a page lists.  Older ones stay in the folder; a page says how many there are.
 NIGHTS = 30
+#: The bill of materials of a build, beside its manifest.
+SBOM = "sbom.json"
 #: Files of a build that the site carries along, and what a page calls them.
 FILES = {
     "manifest.json": "manifest: everything that was measured",
     "tests.xml": "test report (JUnit)",
-    "sbom.json": "SBOM (CycloneDX)",
+    SBOM: "SBOM (CycloneDX)",
     "diff.json": "differences to the build before",
 }
 NIGHT = re.compile(r"(\d{4})(\d{2})(\d{2})-([0-9a-z]+)")
@@ -96,7 +98,7 @@ class Build:
     @property
     def components(self) -> int | None:
         """The number of components in the SBOM; None where there is no SBOM."""
-        path = self.folder / "sbom.json"
+        path = self.folder / SBOM
         if not path.exists():
             return None
         found = read_json(path)
