@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from trainyard import render
+from trainyard.mirrors import Mirrors
 from trainyard.model import Base, Row
 from trainyard.plan import CONTENTS_LABEL
 
@@ -25,6 +26,8 @@ class Options:
     repository: str  # registry.example/org/trainyard; the tag is the id
     cache: str | None = None  # repository for build caches; None: the builder's own cache only
     ca: Path | None = None  # a CA bundle that builds need for PyPI, given as a secret
+    mirrors: Mirrors = field(default_factory=Mirrors)  # the base comes from there; the rest is in `secrets`
+    secrets: Mapping[str, Mapping[str, Path]] = field(default_factory=dict)  # more of them, by row
     platforms: tuple[str, ...] = ("linux/amd64",)
     digests: Mapping[str, str] = field(default_factory=dict)  # official base image -> its digest
 
@@ -63,7 +66,7 @@ def _image(row: Row, root: Path, options: Options) -> dict[str, Any]:
         labels["org.opencontainers.image.base.digest"] = digest
     return {
         **_common(row, options, cache=row.id),
-        "args": {"BASE": _base(row.base, options), "CONTENTS": contents},
+        "args": {**_args(row, options), "CONTENTS": contents},
         "labels": labels,
         "tags": [f"{options.repository}:{row.id}"],
         "attest": ["type=provenance,mode=max", "type=sbom"],
@@ -73,15 +76,23 @@ def _image(row: Row, root: Path, options: Options) -> dict[str, Any]:
 def _kernels(row: Row, options: Options) -> dict[str, Any]:
     return {
         **_common(row, options, cache=f"{row.stack}-kernels"),
-        "args": {"BASE": _base(row.base, options)},
+        "args": _args(row, options),
         "target": "kernels",
         "output": ["type=cacheonly"],
     }
 
 
+def _args(row: Row, options: Options) -> dict[str, str]:
+    found = {"BASE": _base(row.base, options)}
+    if options.mirrors.pytorch and not row.torch.on_pypi:
+        found["TORCH_INDEX"] = ""  # the secret uv.toml has the site's
+    return found
+
+
 def _base(base: Base, options: Options) -> str:
     digest = options.digests.get(base.image)
-    return f"{base.image}@{digest}" if digest else base.image
+    image = options.mirrors.image(base)
+    return f"{image}@{digest}" if digest else image
 
 
 def _common(row: Row, options: Options, cache: str) -> dict[str, Any]:
@@ -90,8 +101,9 @@ def _common(row: Row, options: Options, cache: str) -> dict[str, Any]:
         "dockerfile": f"images/{row.id}/Dockerfile",
         "platforms": list(options.platforms),
     }
-    if options.ca:
-        found["secret"] = [f"id=ca,src={options.ca}"]
+    secrets = ({"ca": options.ca} if options.ca else {}) | dict(options.secrets.get(row.id, {}))
+    if secrets:
+        found["secret"] = [f"id={name},src={path}" for name, path in secrets.items()]
     if options.cache:
         ref = f"type=registry,ref={options.cache}:{cache}"
         found["cache-from"] = [ref]

@@ -25,7 +25,7 @@ from typing import Any, Literal, Protocol
 import docker
 from docker.errors import APIError, DockerException, ImageNotFound
 
-from trainyard import apt
+from trainyard import apt, mirrors
 from trainyard.hostenv import Say, find_tool, silent, tail
 from trainyard.model import Base, StepFailed
 
@@ -115,17 +115,18 @@ def resolve_base(
     """
     if mode == "bootstrap":
         return _bootstrapped(base, engine, say, refresh, "asked for")
-    memory = _Memory(base.image, cache or _cache_folder(), engine)
+    image = mirrors.configured().image(base)
+    memory = _Memory(image, cache or _cache_folder(), engine)
     try:
-        return _from_registry(base, engine, memory, refresh or mode == "registry")
+        return _from_registry(image, engine, memory, refresh or mode == "registry")
     except NoAnswer as error:
         reason = str(error)
-    local = _pulled_before(base, engine, reason)
+    local = _pulled_before(image, engine, reason)
     if local is not None:
-        say(f"{base.image}: {local.note}")
+        say(f"{image}: {local.note}")
         return local
     if mode == "registry":
-        raise StepFailed(f"The registry of {base.image} cannot be used: {reason}")
+        raise StepFailed(f"The registry of {image} cannot be used: {reason}")
     return _bootstrapped(base, engine, say, refresh, f"the registry cannot be used: {reason}")
 
 
@@ -165,18 +166,17 @@ class _Memory:
             self._file.unlink(missing_ok=True)
 
 
-def _from_registry(base: Base, engine: Engine, memory: _Memory, ask_anyway: bool) -> BaseImage:
+def _from_registry(image: str, engine: Engine, memory: _Memory, ask_anyway: bool) -> BaseImage:
     remembered = None if ask_anyway else memory.reason()
     if remembered:
         raise NoAnswer(remembered)
     try:
-        digest = registry_digest(base.image, engine)
+        digest = registry_digest(image, engine)
     except NoAnswer as error:
         memory.keep(str(error))
         raise
     memory.forget()
-    ref = f"{base.image}@{digest}"
-    return BaseImage(ref, digest, "registry", f"{base.image} from its registry")
+    return BaseImage(f"{image}@{digest}", digest, "registry", f"{image} from its registry")
 
 
 def registry_digest(image: str, engine: Engine, *, sleep: Callable[[float], None] = time.sleep) -> str:
@@ -236,18 +236,18 @@ def _within(seconds: float, ask: Callable[[], Any]) -> Any:
     return answer
 
 
-def _pulled_before(base: Base, engine: Engine, reason: str) -> BaseImage | None:
+def _pulled_before(image: str, engine: Engine, reason: str) -> BaseImage | None:
     """The official image, if the engine has it from an earlier pull."""
     try:
-        image = engine.client.images.get(base.image)
+        pulled = engine.client.images.get(image)
     except DockerException:
         return None
-    digests = image.attrs.get("RepoDigests") or []
+    digests = pulled.attrs.get("RepoDigests") or []
     digest = next((entry.partition("@")[2] for entry in digests), None)
     if digest is None:
         return None
     note = f"the copy pulled earlier is used, since the registry cannot be: {reason}"
-    return BaseImage(f"{base.image}@{digest}", digest, "registry", note)
+    return BaseImage(f"{image}@{digest}", digest, "registry", note)
 
 
 # -- the distribution's mirror -------------------------------------------------------------
@@ -278,8 +278,14 @@ def bootstrap_command(suite: str, mirrors: tuple[str, str], target: Path) -> lis
     return [*words, suite, str(target), *sources(suite, mirrors)]
 
 
+def _archives() -> tuple[str, str]:
+    """The archive and the security archive: the site's mirror, or what the host's apt reads."""
+    mirror = mirrors.configured().apt
+    return (mirror.debian, mirror.debian_security) if mirror else apt.debian_mirrors()
+
+
 def _recipe(suite: str) -> str:
-    command = bootstrap_command(suite, apt.debian_mirrors(), Path("-"))
+    command = bootstrap_command(suite, _archives(), Path("-"))
     return hashlib.sha256("\0".join(command).encode()).hexdigest()[:16]
 
 
@@ -324,7 +330,7 @@ def _bootstrap(suite: str, engine: Engine, say: Say) -> tuple[str, str]:
 
 
 def _run_mmdebstrap(suite: str, tar: Path) -> None:
-    command = bootstrap_command(suite, apt.debian_mirrors(), tar)
+    command = bootstrap_command(suite, _archives(), tar)
     # a fixed date makes equal packages equal layers: the layer's digest is part of contents ids
     env = {**os.environ, "SOURCE_DATE_EPOCH": "1735689600", "LC_ALL": "C.UTF-8"}
     done = subprocess.run(

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import shutil
+import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from trainyard import gate, manifest
+from trainyard import gate, manifest, mirrors
 from trainyard.engine import BuildRequest, Engine
 from trainyard.hostenv import find_ca, wheelhouse_dirs
 from trainyard.model import Row, StepFailed
@@ -40,7 +42,9 @@ def build(
     candidate = f"{CANDIDATE}:{row.id}"
     started = time.monotonic()
     try:
-        image_id = engine.build(_request(item, root, out / "build.log", tag=candidate), on_step)
+        with _secrets(row) as secrets:
+            request = _request(item, root, out / "build.log", secrets, tag=candidate)
+            image_id = engine.build(request, on_step)
         on_step("measuring")
         origin = manifest.Origin(
             row.id, item.contents_id, item.inputs, _base_facts(item), build_seconds=time.monotonic() - started
@@ -68,7 +72,9 @@ def build_twin(item: Item, root: Path, engine: Engine, on_step: Callable[[str], 
     out = root / "out" / item.row.id
     fresh = out / "twin.part"
     shutil.rmtree(fresh, ignore_errors=True)
-    engine.build(_request(item, root, out / "twin.log", target="twin", unpack_to=fresh), on_step)
+    with _secrets(item.row) as secrets:
+        request = _request(item, root, out / "twin.log", secrets, target="twin", unpack_to=fresh)
+        engine.build(request, on_step)
     fresh.chmod(0o755)  # BuildKit makes it for root alone, and tests also run as other users
     shutil.rmtree(out / "twin", ignore_errors=True)
     return fresh.rename(out / "twin")
@@ -78,30 +84,39 @@ def _request(
     item: Item,
     root: Path,
     log: Path,
+    secrets: dict[str, Path],
     tag: str | None = None,
     target: str | None = None,
     unpack_to: Path | None = None,
 ) -> BuildRequest:
     row = item.row
-    ca = find_ca()
     contexts = _wheelhouse(row, root)
     args = {"BASE": item.base.ref}
     if target is None:
         args["CONTENTS"] = item.contents_id
-    if contexts:
-        args["TORCH_INDEX"] = ""
+    if contexts or (not row.torch.on_pypi and mirrors.configured().pytorch):
+        args["TORCH_INDEX"] = ""  # the wheelhouse has it, or the site's index, which is a secret
     return BuildRequest(
         dockerfile=root / "images" / row.id / "Dockerfile",
         context=root,
         log=log,
         args=args,
         labels={} if target else _labels(item),
-        secrets={"ca": ca} if ca else {},
+        secrets=secrets,
         contexts=contexts,
         target=target,
         tag=tag,
         unpack_to=unpack_to,
     )
+
+
+@contextmanager
+def _secrets(row: Row) -> Iterator[dict[str, Path]]:
+    """What a build may see and an image must not hold: the host's CA, and where its mirrors are."""
+    ca = find_ca()
+    texts = mirrors.secrets(mirrors.configured(), row, ca)
+    with tempfile.TemporaryDirectory(prefix="trainyard-secrets-") as folder:
+        yield ({"ca": ca} if ca else {}) | mirrors.write(texts, Path(folder))
 
 
 def _base_facts(item: Item) -> dict[str, str]:

@@ -521,9 +521,9 @@ def progress(label: str) -> Iterator[Callable[[str], None]]:
 
 
 def short(step: str) -> str:
-    """A build step without what is the same in every one: mounts, shell options, the CA."""
+    """A build step without what is the same in every one: mounts, shell options, secrets."""
     step = re.sub(
-        r"--mount=\S+ |set -eux?; |if \[ -s /run/secrets/ca \].*?fi; |DEBIAN_FRONTEND=\S+ ", "", step
+        r"--mount=\S+ |set -eux?; |if \[ -s /run/secrets/\S+ \].*?fi; |DEBIAN_FRONTEND=\S+ ", "", step
     )
     return step if len(step) <= 100 else step[:97] + "..."
 

@@ -20,6 +20,7 @@ from trainyard import (
     diff,
     keys,
     manifest,
+    mirrors,
     nightly,
     provenance,
     publish,
@@ -332,9 +333,17 @@ def _catalog(app: App, to: Path, history: Path | None, registry: str | None, sou
 @click.option("--cache", metavar="HOST/ORG/NAME", help="Repository for build caches.")
 @click.pass_obj
 def bake_(app: App, selection: tuple[str, ...], registry: str, cache: str | None) -> None:
-    """Print a docker-bake.json, for BuildKit builders that are not on this machine."""
-    options = bake_file.Options(registry, cache, find_ca())
-    click.echo(json.dumps(bake_file.bake(app.select(selection), ROOT, options), indent=2))
+    """Print a docker-bake.json, for BuildKit builders that are not on this machine.
+
+    With TRAINYARD_MIRRORS, what builds are told of the mirrors lands in out/<id>/secrets.
+    """
+    rows, site = app.select(selection), mirrors.configured()
+    secrets = {
+        row.id: mirrors.write(mirrors.secrets(site, row, find_ca()), ROOT / "out" / row.id / "secrets")
+        for row in rows
+    }
+    options = bake_file.Options(registry, cache, find_ca(), site, secrets)
+    click.echo(json.dumps(bake_file.bake(rows, ROOT, options), indent=2))
 
 
 @main.command("export", epilog=examples("export /media/usb cpu-pt213,cu121-pt29"))

@@ -205,7 +205,7 @@ def _layers(before: Sequence[Part], after: Sequence[Part]) -> tuple[Resized, ...
 def _command(layer: Part) -> str:
     """What made a layer, without what is the same in each."""
     text = re.sub(r"^RUN (\|\d+ .*?)?/bin/sh -c (set -\w+; )?", "RUN ", layer["created_by"] or "base image")
-    text = re.sub(r"if \[ -s /run/secrets/ca \].*?fi; |DEBIAN_FRONTEND=\S+ ", "", text)
+    text = re.sub(r"if \[ -s /run/secrets/\S+ \].*?fi; |DEBIAN_FRONTEND=\S+ ", "", text)
     text = text.removesuffix(" # buildkit")
     return text if len(text) <= COMMAND else f"{text[: COMMAND - 3]}..."
 

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
 
-from trainyard import daemon, hostenv
+from trainyard import daemon, hostenv, mirrors
 from trainyard.bases import NoAnswer, registry_digest
 from trainyard.engine import Engine
 from trainyard.layout import layout
@@ -41,7 +41,7 @@ def checks(*, need_bytes: int = 0, bases: Iterable[Base] = ()) -> list[Check]:
         bases: whose registries are asked, through the engine if one runs.
 
     Raises:
-        InputError: a TRAINYARD_ variable is wrong.
+        InputError: a TRAINYARD_ variable, or the file that one names, is wrong.
     """
     found = daemon.status()
     return [
@@ -52,6 +52,7 @@ def checks(*, need_bytes: int = 0, bases: Iterable[Base] = ()) -> list[Check]:
         *_registries(found, bases),
         _certificates(),
         _proxy(),
+        _mirrors(),
         _wheelhouse(),
         _gpus(found),
     ]
@@ -129,12 +130,13 @@ def _registries(found: daemon.EngineStatus, bases: Iterable[Base]) -> Iterator[C
 
 def _registry(base: Base, engine: Engine) -> Check:
     name = f"base {base.name}"
+    image = mirrors.configured().image(base)
     try:
-        digest = registry_digest(base.image, engine)
+        digest = registry_digest(image, engine)
     except (NoAnswer, StepFailed) as error:
         remedy = "Nothing to do: the base is bootstrapped from the distribution's mirror instead."
-        return Check(name, "warn", f"{base.image}: {error}", remedy)
-    return Check(name, "ok", f"{base.image}@{digest}")
+        return Check(name, "warn", f"{image}: {error}", remedy)
+    return Check(name, "ok", f"{image}@{digest}")
 
 
 def _certificates() -> Check:
@@ -158,6 +160,14 @@ def _proxy() -> Check:
     found = hostenv.proxies()
     text = ", ".join(f"{name}={value}" for name, value in found.items())
     return Check("proxy", "ok", text or "none set")
+
+
+def _mirrors() -> Check:
+    found = mirrors.configured()
+    if not found.model_fields_set:
+        return Check("mirrors", "ok", f"none ({mirrors.VARIABLE} is not set)")
+    detail = f"{os.environ[mirrors.VARIABLE]}: {', '.join(sorted(found.model_fields_set))}"
+    return Check("mirrors", "ok", detail)
 
 
 def _wheelhouse() -> Check:

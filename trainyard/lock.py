@@ -15,12 +15,12 @@ from pathlib import Path
 
 from uv import find_uv_bin
 
+from trainyard import mirrors
 from trainyard.hostenv import find_ca, wheelhouse_dirs
 from trainyard.model import Row, StepFailed
 
 #: pip stays in the image (people add packages), JupyterLab only with its feature.
 FEATURE_PACKAGES = {"jupyter": ("jupyterlab",)}
-PYTORCH_INDEX = "https://download.pytorch.org/whl/"
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class Lock:
     constraints: Path | None = None  # another lock whose versions must be kept
     limits: tuple[str, ...] = ()  # versions for packages that others pull in without one
     python: str = ""
-    index: str | None = None  # an index beside PyPI
+    index: str | None = None  # the build whose PyTorch index is asked beside PyPI, such as "cpu"
 
     @property
     def inputs_id(self) -> str:
@@ -80,7 +80,7 @@ def _pin(requirement: str) -> str:
 def locks(row: Row, images: Path) -> tuple[Lock, ...]:
     """The lock files of one row, in the order in which they must be made."""
     folder = images / row.id
-    index = None if row.torch.on_pypi else PYTORCH_INDEX + row.torch.build
+    index = None if row.torch.on_pypi else row.torch.build
     main = Lock(
         folder / "requirements.lock",
         _requirements(row),
@@ -177,10 +177,12 @@ def _resolve(lock: Lock, part: Path, wheelhouse: tuple[Path, ...], upgrade: bool
     found = wheelhouse or wheelhouse_dirs()
     if lock.index and found:
         command += [word for folder in found for word in ("--find-links", str(folder))]
-    elif lock.index:
-        command += ["--extra-index-url", lock.index, "--index-strategy", "unsafe-best-match"]
+    env = environment()
+    if lock.index and not found:
+        env["UV_INDEX"] = mirrors.configured().pytorch_index(lock.index)
+        command += ["--index-strategy", "unsafe-best-match"]
     text = "\n".join(lock.requirements)
-    done = subprocess.run(command, input=text, text=True, capture_output=True, env=environment())
+    done = subprocess.run(command, input=text, text=True, capture_output=True, env=env)
     if done.returncode:
         raise StepFailed(f"{lock.path}: uv found no solution\n{done.stderr.strip()}")
 
@@ -194,8 +196,8 @@ def _head(lock: Lock) -> str:
 
 
 def environment() -> dict[str, str]:
-    """What uv runs with: this process's variables, and the host's CA bundle."""
-    env = dict(os.environ)
+    """What uv runs with: this process's variables, the host's CA bundle, the site's index."""
+    env = {**os.environ, **mirrors.uv_variables(mirrors.configured())}
     if ca := find_ca():
         env.setdefault("SSL_CERT_FILE", str(ca))
     return env
