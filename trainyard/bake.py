@@ -15,7 +15,7 @@ from typing import Any
 
 from trainyard import render
 from trainyard.mirrors import Mirrors
-from trainyard.model import Base, Row
+from trainyard.model import Base, Row, arch_suffix
 from trainyard.plan import CONTENTS_LABEL
 
 
@@ -28,7 +28,6 @@ class Options:
     ca: Path | None = None  # a CA bundle that builds need for PyPI, given as a secret
     mirrors: Mirrors = field(default_factory=Mirrors)  # the base comes from there; the rest is in `secrets`
     secrets: Mapping[str, Mapping[str, Path]] = field(default_factory=dict)  # more of them, by row
-    platforms: tuple[str, ...] = ("linux/amd64",)
     digests: Mapping[str, str] = field(default_factory=dict)  # official base image -> its digest
 
 
@@ -45,7 +44,7 @@ def bake(rows: Sequence[Row], root: Path, options: Options) -> dict[str, Any]:
         key = render.kernels_key(row, root, row.accelerator, row.ops)
         if key:
             if key not in kernels:
-                kernels[key] = f"kernels-{_name(row.stack)}"
+                kernels[key] = f"kernels-{_name(row.stack)}{arch_suffix(row.arch)}"
                 targets[kernels[key]] = _kernels(row, options)
             target["contexts"] = {"kernels": f"target:{kernels[key]}"}
         targets[_name(row.id)] = target
@@ -75,7 +74,7 @@ def _image(row: Row, root: Path, options: Options) -> dict[str, Any]:
 
 def _kernels(row: Row, options: Options) -> dict[str, Any]:
     return {
-        **_common(row, options, cache=f"{row.stack}-kernels"),
+        **_common(row, options, cache=f"{row.stack}{arch_suffix(row.arch)}-kernels"),
         "args": _args(row, options),
         "target": "kernels",
         "output": ["type=cacheonly"],
@@ -99,7 +98,7 @@ def _common(row: Row, options: Options, cache: str) -> dict[str, Any]:
     found: dict[str, Any] = {
         "context": ".",
         "dockerfile": f"images/{row.id}/Dockerfile",
-        "platforms": list(options.platforms),
+        "platforms": [row.platform],
     }
     secrets = ({"ca": options.ca} if options.ca else {}) | dict(options.secrets.get(row.id, {}))
     if secrets:

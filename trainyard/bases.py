@@ -27,7 +27,7 @@ from docker.errors import APIError, DockerException, ImageNotFound
 
 from trainyard import apt, mirrors
 from trainyard.hostenv import Say, find_tool, silent, tail
-from trainyard.model import Base, StepFailed
+from trainyard.model import Arch, Base, StepFailed, arch_suffix
 
 Mode = Literal["auto", "registry", "bootstrap"]
 Origin = Literal["registry", "bootstrap"]
@@ -269,9 +269,9 @@ def sources(suite: str, mirrors: tuple[str, str]) -> list[str]:
     ]
 
 
-def bootstrap_command(suite: str, mirrors: tuple[str, str], target: Path) -> list[str]:
+def bootstrap_command(suite: str, arch: Arch, mirrors: tuple[str, str], target: Path) -> list[str]:
     """The mmdebstrap command line."""
-    words = ["mmdebstrap", "--quiet", "--variant=minbase", "--format=tar"]
+    words = ["mmdebstrap", "--quiet", "--variant=minbase", "--format=tar", f"--architectures={arch}"]
     words += [f"--dpkgopt={option}" for option in SLIM]
     words += [f"--aptopt={option}" for option in APT]
     words += [f"--customize-hook={hook}" for hook in HOOKS]
@@ -284,8 +284,8 @@ def _archives() -> tuple[str, str]:
     return (mirror.debian, mirror.debian_security) if mirror else apt.debian_mirrors()
 
 
-def _recipe(suite: str) -> str:
-    command = bootstrap_command(suite, _archives(), Path("-"))
+def _recipe(base: Base) -> str:
+    command = bootstrap_command(base.suite, base.arch, _archives(), Path("-"))
     return hashlib.sha256("\0".join(command).encode()).hexdigest()[:16]
 
 
@@ -295,19 +295,20 @@ _BOOTSTRAP_LOCK = threading.Lock()  # many rows ask at once; one bootstrap serve
 def _bootstrapped(base: Base, engine: Engine, say: Say, refresh: bool, reason: str) -> BaseImage:
     note = f"{base.suite} put together by mmdebstrap from the distribution's mirror; {reason}"
     with _BOOTSTRAP_LOCK:
-        kept = None if refresh else _kept(base.suite, engine)
+        kept = None if refresh else _kept(base, engine)
         if kept is None:
-            say(f"NOT the official {base.image}: bootstrapping {base.suite} ({reason})")
-            kept = _bootstrap(base.suite, engine, say)
+            what = f"{base.suite}{arch_suffix(base.arch)}"
+            say(f"NOT the official {base.image}: bootstrapping {what} ({reason})")
+            kept = _bootstrap(base, engine, say)
         else:
             say(f"NOT the official {base.image}: using {kept[0]} ({reason})")
     ref, digest = kept
     return BaseImage(ref, digest, "bootstrap", note)
 
 
-def _kept(suite: str, engine: Engine) -> tuple[str, str] | None:
+def _kept(base: Base, engine: Engine) -> tuple[str, str] | None:
     """An import that is young enough and was made by the same recipe."""
-    labels = [f"{LABEL}.suite={suite}", f"{LABEL}.recipe={_recipe(suite)}"]
+    labels = [f"{LABEL}.suite={base.suite}", f"{LABEL}.recipe={_recipe(base)}"]
     images = engine.client.images.list(REPOSITORY, filters={"label": labels})
     young = []
     for image in images:
@@ -317,7 +318,7 @@ def _kept(suite: str, engine: Engine) -> tuple[str, str] | None:
     return max(young)[1:] if young else None
 
 
-def _bootstrap(suite: str, engine: Engine, say: Say) -> tuple[str, str]:
+def _bootstrap(base: Base, engine: Engine, say: Say) -> tuple[str, str]:
     if find_tool("mmdebstrap") is None:
         needed = ["mmdebstrap"]
         if not apt.DEBIAN_KEYRING.exists():  # Ubuntu
@@ -325,35 +326,38 @@ def _bootstrap(suite: str, engine: Engine, say: Say) -> tuple[str, str]:
         apt.install(needed, say)
     with tempfile.TemporaryDirectory(prefix="trainyard-base-") as folder:
         tar = Path(folder) / "base.tar"
-        _run_mmdebstrap(suite, tar)
-        return _import(suite, tar, engine)
+        _run_mmdebstrap(base, tar)
+        return _import(base, tar, engine)
 
 
-def _run_mmdebstrap(suite: str, tar: Path) -> None:
-    command = bootstrap_command(suite, _archives(), tar)
+def _run_mmdebstrap(base: Base, tar: Path) -> None:
+    command = bootstrap_command(base.suite, base.arch, _archives(), tar)
     # a fixed date makes equal packages equal layers: the layer's digest is part of contents ids
     env = {**os.environ, "SOURCE_DATE_EPOCH": "1735689600", "LC_ALL": "C.UTF-8"}
     done = subprocess.run(
         command, env=env, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False
     )
     if done.returncode:
-        raise StepFailed(f"mmdebstrap {suite} failed:\n{tail(done.stderr)}")
+        raise StepFailed(f"mmdebstrap {base.suite} ({base.arch}) failed:\n{tail(done.stderr)}")
 
 
-def _import(suite: str, tar: Path, engine: Engine) -> tuple[str, str]:
+def _import(base: Base, tar: Path, engine: Engine) -> tuple[str, str]:
     with tar.open("rb") as stream:
         digest = hashlib.file_digest(stream, "sha256").hexdigest()
-    ref = f"{REPOSITORY}:{suite}-{digest[:12]}"
+    suite = base.suite
+    ref = f"{REPOSITORY}:{suite}{arch_suffix(base.arch)}-{digest[:12]}"
     now = datetime.now(UTC)
     labels = {
         f"{LABEL}.suite": suite,
         f"{LABEL}.origin": "bootstrap",
-        f"{LABEL}.recipe": _recipe(suite),
+        f"{LABEL}.recipe": _recipe(base),
         f"{LABEL}.created": f"{now.timestamp():.0f}",
     }
     words = [word for key, value in labels.items() for word in ("-c", f"LABEL {key}={value}")]
     words += ["-c", 'CMD ["bash"]', "-c", "ENV PATH=" + _PATH]
-    done = engine.cli("import", "-m", f"mmdebstrap {suite}", *words, str(tar), ref)
+    done = engine.cli(
+        "import", "--platform", f"linux/{base.arch}", "-m", f"mmdebstrap {suite}", *words, str(tar), ref
+    )
     if done.returncode:
         raise StepFailed(f"docker import of {ref} failed:\n{tail(done.stderr)}")
     layers = engine.client.images.get(ref).attrs["RootFS"]["Layers"]

@@ -104,6 +104,7 @@ def _request(
         labels={} if target else _labels(item),
         secrets=secrets,
         contexts=contexts,
+        platform=row.platform,
         target=target,
         tag=tag,
         unpack_to=unpack_to,

@@ -6,6 +6,7 @@ Exit codes: 0 done, 1 a build, test or gate failed, 2 the input is wrong, 130 in
 from __future__ import annotations
 
 import json
+import platform
 import re
 import shutil
 import signal
@@ -48,6 +49,7 @@ from trainyard.plan import Item, check_generated
 from trainyard.plan import plan as make_plan
 
 ROOT = Path(__file__).resolve().parents[1]
+HOST_PLATFORM = {"x86_64": "linux/amd64", "aarch64": "linux/arm64"}.get(platform.machine())
 
 out = Console(highlight=False, soft_wrap=True)
 err = Console(stderr=True, highlight=False, soft_wrap=True)
@@ -67,7 +69,10 @@ class App:
     def rows(self) -> tuple[Row, ...]:
         return resolve.rows(self.matrix)
 
+    named: frozenset[str] = frozenset()  # ids that the user wrote out
+
     def select(self, words: Sequence[str], default: str | None = None) -> tuple[Row, ...]:
+        self.named = frozenset(part.strip() for word in words for part in word.split(","))
         chosen = ",".join(word for word in words if word)
         return resolve.select(self.rows, chosen, default or self.matrix.default)
 
@@ -124,7 +129,7 @@ def list_(app: App, selection: tuple[str, ...], json_: bool, format_: str) -> No
     """
     rows = app.select(selection, default="all")
     if format_ == "github":
-        jobs = [{"id": row.id, "gpu": not row.is_cpu} for row in rows]
+        jobs = [{"id": row.id, "gpu": not row.is_cpu, "arch": row.arch} for row in rows]
         click.echo(f"matrix={json.dumps({'include': jobs})}")
         return
     found = [_listed(row) for row in rows]
@@ -157,6 +162,7 @@ def _listed(row: Row) -> dict[str, Any]:
         "nccl": row.nccl,
         "python": row.python,
         "base": row.base.name,
+        "platform": row.platform,
         "deepspeed": row.deepspeed,
         "ops": len(row.ops),
         "cuda_level": row.cuda_level,
@@ -320,11 +326,34 @@ def prepare(
     """What `plan`, `build` and `test` share: checks, an engine, bases, the plan."""
     check_generated(rows, ROOT)
     engine = connect(say)
+    rows = _runnable(app, rows, engine)
     found = {
-        row.base.name: bases.resolve_base(row.base, base_mode, engine, say)
-        for row in {row.base.name: row for row in rows}.values()
+        base.key: bases.resolve_base(base, base_mode, engine, say)
+        for base in {row.base.key: row.base for row in rows}.values()
     }
     return engine, make_plan(rows, ROOT, engine, found, force=force)
+
+
+def _runnable(app: App, rows: Sequence[Row], engine: Engine) -> tuple[Row, ...]:
+    """The rows whose platform the engine can run; others that only a glob named are left out, aloud.
+
+    Raises InputError where a row that was named, or every row, is for another platform.
+    """
+    if all(row.platform == HOST_PLATFORM for row in rows) and engine.address.private:
+        return tuple(rows)  # the usual case: nothing to ask
+    there = engine.platforms()
+    foreign = [row for row in rows if row.platform not in there]
+    if not foreign:
+        return tuple(rows)
+    ids = ", ".join(row.id for row in foreign)
+    remedy = (
+        f"the engine runs {', '.join(there)}. Build on such a machine, or let this one emulate it: "
+        "apt-get install qemu-user-static binfmt-support"
+    )
+    if len(foreign) == len(rows) or any(row.id in app.named for row in foreign):
+        raise InputError(f"{ids}: for {foreign[0].platform}; {remedy}")
+    say(f"left out: {ids}, for {foreign[0].platform}; {remedy}")
+    return tuple(row for row in rows if row.platform in there)
 
 
 @main.command("plan", epilog=examples("plan all"))

@@ -151,6 +151,31 @@ def _build_for_level(stack: Stack, known: TorchRelease, facts: Facts) -> str:
     return f"; or keep torch and write build: {best}, which runs on any {level}.x driver >= {floor}"
 
 
+def arm64_has_the_build(stack: Stack, facts: Facts) -> Iterator[Finding]:
+    """PyPI carries this build for arm64, with code for every GPU of the row."""
+    known = release(stack, facts)
+    if "arm64" not in stack.archs or known is None:
+        return
+    there = known.aarch64
+    having = [f"{v} ({r.aarch64.build})" for v, r in facts.torch.torch.items() if r.aarch64]
+    if there is None or there.build != stack.build:
+        has = f"build {there.build}" if there else "no build with CUDA"
+        text = (
+            f'arm_isa "{stack.arm_isa}" asks for arm64, for which PyPI has {has} of torch '
+            f"{stack.torch}; remove it; torch with CUDA for arm64: {listed(having)}"
+        )
+        yield ("arm_isa",), text
+        return
+    if stack.toolkit and stack.toolkit.provider != "pip":
+        text = f'toolkit.provider "{stack.toolkit.provider}" is for amd64 only; accepted with arm_isa: pip'
+        yield ("toolkit", "provider"), text
+    for number, arch in enumerate(stack.gpu_archs or ()):
+        plain = arch.removesuffix("+PTX")
+        if not any(covers(one, plain) for one in there.archs):
+            text = f'gpu_archs "{arch}": the arm64 build of torch has {listed(there.archs)} only'
+            yield ("gpu_archs", number), text
+
+
 def torch_supports_python(stack: Stack, facts: Facts) -> Iterator[Finding]:
     """PyTorch published wheels for this Python."""
     known = release(stack, facts)
@@ -472,6 +497,7 @@ CHECKS: tuple[Check, ...] = (
     python_is_the_bases,
     torch_supports_python,
     torch_has_the_build,
+    arm64_has_the_build,
     glibc_is_new_enough,
     cuda_major_is_known,
     level_fits_the_build,

@@ -62,6 +62,7 @@ class BuildRequest:
     labels: Mapping[str, str] = field(default_factory=dict)
     secrets: Mapping[str, Path] = field(default_factory=dict)
     contexts: Mapping[str, Path] = field(default_factory=dict)
+    platform: str | None = None  # linux/arm64; the engine's own where None
     target: str | None = None
     tag: str | None = None
     unpack_to: Path | None = None  # write the target's files here instead of making an image
@@ -163,6 +164,19 @@ class Engine:
             for entry in reversed(history)
             if entry["Size"]
         ]
+
+    def platforms(self) -> tuple[str, ...]:
+        """What the engine's builder can run: ``linux/amd64``, and ``linux/arm64`` where it is emulated.
+
+        Raises StepFailed where the builder does not answer.
+        """
+        asked = self.cli("buildx", "inspect")
+        found = re.search(r"^\s*Platforms:\s*(.+)$", asked.stdout, re.MULTILINE)
+        if asked.returncode or not found:
+            raise StepFailed(
+                f"the builder of the engine at {self.host} does not answer: {asked.stderr.strip()}"
+            )
+        return tuple(one.strip(" *") for one in found[1].split(","))
 
     def free_bytes(self) -> int | None:
         """Free space where the engine keeps its data; None where that is another machine."""
@@ -277,6 +291,8 @@ class Engine:
             command += ["--secret", f"id={name},src={path}"]
         for name, path in request.contexts.items():
             command += ["--build-context", f"{name}={path}"]
+        if request.platform:
+            command += ["--platform", request.platform]
         if request.target:
             command += ["--target", request.target]
         if request.tag:

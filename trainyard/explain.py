@@ -21,6 +21,9 @@ ISA = {
     "x86-64-v2": "SSE4.2: any x86-64 server since about 2010",
     "x86-64-v3": "AVX2 and FMA: Intel from Haswell, AMD from Excavator and Zen on; no AVX-512",
     "x86-64-v4": "AVX-512: Intel from Skylake-SP, AMD from Zen 4 on",
+    "armv8-a": "any 64-bit Arm",
+    "armv8.2-a": "Neoverse N1 and later: Grace, Graviton 2 and later, Ampere Altra",
+    "armv9-a": "Neoverse V2 and N2: Grace, Graviton 4, Cobalt 100",
 }
 
 
@@ -56,7 +59,7 @@ def _item(sentence: str) -> list[str]:
 
 
 def _system(row: Row) -> Iterator[str]:
-    yield f"{row.base.name} ({row.base.image}, glibc {row.base.glibc}), Python {row.python}."
+    yield f"{row.platform}, {row.base.name} ({row.base.image}, glibc {row.base.glibc}), Python {row.python}."
     features = listed(sorted(row.features))
     yield f"Features: {features}." if row.features else "Features: none, torch only."
 
@@ -144,6 +147,8 @@ def _gpus(row: Row, facts: Facts) -> Iterator[str]:
 def _torch_archs(row: Row, facts: Facts) -> Iterator[str]:
     known = facts.torch.torch.get(row.torch.version)
     compiled = known.archs.get(row.torch.build) if known else None
+    if known and row.arch == "arm64":
+        compiled = known.aarch64.archs if known.aarch64 else None
     if compiled:
         yield f"torch itself holds code for {listed(compiled)}."
 

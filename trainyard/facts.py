@@ -58,6 +58,13 @@ def older(a: str, b: str) -> bool:
     return left < right
 
 
+class Aarch64(Strict):
+    """What PyPI carries of a torch for arm64 Linux."""
+
+    build: str
+    archs: list[str]
+
+
 class TorchRelease(Strict):
     """One torch version."""
 
@@ -72,6 +79,7 @@ class TorchRelease(Strict):
     cxx11_abi: bool
     cxx11_abi_of: dict[str, bool] = Field(default_factory=dict)
     archs: dict[str, list[str]]
+    aarch64: Aarch64 | None = None
     sources: list[str]
 
 

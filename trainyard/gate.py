@@ -11,7 +11,18 @@ from trainyard.model import Row
 def differences(row: Row, manifest: dict[str, Any]) -> list[str]:
     """Each difference as a sentence; an empty list means that the image is what the row says."""
     measured = manifest["measured"]
-    return [*_stack(row, measured), *_deepspeed(row, measured), *_contents(row, measured)]
+    return [
+        *_platform(row, manifest),
+        *_stack(row, measured),
+        *_deepspeed(row, measured),
+        *_contents(row, measured),
+    ]
+
+
+def _platform(row: Row, manifest: dict[str, Any]) -> Iterator[str]:
+    # A manifest without one is from before there was more than one.
+    if (found := manifest.get("platform", "linux/amd64")) != row.platform:
+        yield f"platform: the row says {row.platform}, the image is for {found}"
 
 
 def _stack(row: Row, measured: dict[str, Any]) -> Iterator[str]:

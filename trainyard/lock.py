@@ -17,10 +17,13 @@ from uv import find_uv_bin
 
 from trainyard import mirrors
 from trainyard.hostenv import find_ca, wheelhouse_dirs
-from trainyard.model import Row, StepFailed
+from trainyard.model import Arch, Row, StepFailed
 
 #: pip stays in the image (people add packages), JupyterLab only with its feature.
 FEATURE_PACKAGES = {"jupyter": ("jupyterlab",)}
+
+#: uv's names; 2.28 is the floor of torch's own wheels.
+PLATFORMS: dict[Arch, str] = {"amd64": "x86_64-manylinux_2_28", "arm64": "aarch64-manylinux_2_28"}
 
 
 @dataclass(frozen=True)
@@ -33,12 +36,15 @@ class Lock:
     constraints: Path | None = None  # another lock whose versions must be kept
     limits: tuple[str, ...] = ()  # versions for packages that others pull in without one
     python: str = ""
+    arch: Arch = "amd64"
     index: str | None = None  # the build whose PyTorch index is asked beside PyPI, such as "cpu"
 
     @property
     def inputs_id(self) -> str:
         """Hash of the inputs; kept in the file's head so that a stale lock is seen offline."""
         parts = [*self.requirements, "overrides", *self.overrides, "python", self.python, *self.limits]
+        if self.arch != "amd64":
+            parts += ["arch", self.arch]
         if self.constraints:
             found = self.constraints.read_text() if self.constraints.exists() else "missing"
             parts += ["constraints", found]
@@ -87,6 +93,7 @@ def locks(row: Row, images: Path) -> tuple[Lock, ...]:
         row.overrides,
         limits=_limits(row),
         python=row.python,
+        arch=row.arch,
         index=index,
     )
     if not row.has_deepspeed:
@@ -97,6 +104,7 @@ def locks(row: Row, images: Path) -> tuple[Lock, ...]:
         row.overrides,
         constraints=main.path,
         python=row.python,
+        arch=row.arch,
         index=index,
     )
     return main, build
@@ -161,7 +169,7 @@ def make(lock: Lock, wheelhouse: tuple[Path, ...] = (), upgrade: bool = False) -
 def _resolve(lock: Lock, part: Path, wheelhouse: tuple[Path, ...], upgrade: bool) -> None:
     command = [find_uv_bin(), "pip", "compile", "-", "--quiet", "--generate-hashes", "--no-header"]
     command += ["--no-annotate", "--no-python-downloads", "--system-certs", "-o", str(part)]
-    command += ["--python-platform", "x86_64-manylinux_2_28", "--python-version", lock.python]
+    command += ["--python-platform", PLATFORMS[lock.arch], "--python-version", lock.python]
     if lock.path.exists() and not upgrade:  # what is locked already stays, unless the inputs forbid it
         part.write_text(lock.path.read_text())
     if lock.overrides:

@@ -51,6 +51,7 @@ def measure(engine: Engine, image_id: str, origin: Origin) -> dict[str, Any]:
         "inputs": origin.inputs,
         "built_at": datetime.now(UTC).isoformat(timespec="seconds"),
         "build_seconds": round(origin.build_seconds, 1),
+        "platform": f"{image.attrs['Os']}/{image.attrs['Architecture']}",
         "base": origin.base,
         "size_bytes": sum(layer["size"] for layer in layers),
         "layers": layers,

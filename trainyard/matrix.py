@@ -12,7 +12,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from trainyard.model import Provider, Where
+from trainyard.model import Arch, Provider, Where, arch_suffix
 from trainyard.yamlfile import (
     Document,
     Key,
@@ -27,6 +27,7 @@ from trainyard.yamlfile import (
 
 Feature = Literal["deepspeed", "launch", "sshd", "jupyter", "rdma", "devel"]
 Isa = Literal["x86-64-v2", "x86-64-v3", "x86-64-v4"]
+ArmIsa = Literal["armv8-a", "armv8.2-a", "armv9-a"]
 
 #: Keys that only mean something where there is CUDA.
 CUDA_KEYS = ("cuda_level", "cudnn", "nccl", "toolkit", "gpu_archs")
@@ -66,6 +67,7 @@ class Stack(Strict):
     toolkit: ToolkitEntry | None = None
     gpu_archs: list[str] | None = None
     cpu_isa: Isa
+    arm_isa: ArmIsa | None = None  # the same for arm64; stacks that have it are built for arm64 too
     ops: list[str] | None = None
     skip_ops: dict[str, SkipEntry] = Field(default_factory=dict)
     allow_unlisted: str | None = None
@@ -74,6 +76,15 @@ class Stack(Strict):
     def is_cpu(self) -> bool:
         """Does the stack ask for the CPU build of torch?"""
         return self.build == "cpu"
+
+    @property
+    def archs(self) -> tuple[Arch, ...]:
+        """The CPU architectures that the stack is built for."""
+        return ("amd64", "arm64") if self.arm_isa else ("amd64",)
+
+    def isa(self, arch: Arch) -> str:
+        """The instruction set that CPU code may use, as GCC's -march takes it."""
+        return self.arm_isa if arch == "arm64" and self.arm_isa else self.cpu_isa
 
 
 class Variant(Strict):
@@ -101,11 +112,12 @@ class MatrixFile(Strict):
 
 @dataclass(frozen=True)
 class Cell:
-    """One stack times one variant that is not excluded."""
+    """One stack times one architecture times one variant that is not excluded."""
 
     id: str
     stack: str
     variant: str
+    arch: Arch
 
 
 @dataclass(frozen=True)
@@ -141,10 +153,11 @@ class Matrix:
 
     @cached_property
     def all_cells(self) -> tuple[Cell, ...]:
-        """Every stack times every variant, in file order."""
+        """Every stack times its architectures times every variant, in file order."""
         return tuple(
-            Cell(stack + variant, stack, variant)
-            for stack in self.file.stacks
+            Cell(stack + arch_suffix(arch) + variant, stack, variant, arch)
+            for stack, entry in self.file.stacks.items()
+            for arch in entry.archs
             for variant in self.file.variants
         )
 

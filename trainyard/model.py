@@ -13,6 +13,12 @@ from typing import Literal
 
 DEBIAN_STUBS = "/usr/lib/x86_64-linux-gnu/stubs"
 Provider = Literal["debian", "pip", "nvidia"]
+Arch = Literal["amd64", "arm64"]  # as Debian and Docker call them
+
+
+def arch_suffix(arch: Arch) -> str:
+    """What an id says of its architecture: nothing for the usual one."""
+    return "" if arch == "amd64" else f"-{arch}"
 
 
 class InputError(Exception):
@@ -45,6 +51,17 @@ class Base:
     gcc: int  # major of the default gcc
     glibc: str  # 2.41
     libaio: str  # libaio1t64, the package that holds libaio.so.1*
+    arch: Arch = "amd64"  # the same image in the registry, another one where it is bootstrapped
+
+    @property
+    def key(self) -> str:
+        """What tells two bases apart: ``debian-13``, ``debian-13-arm64``."""
+        return f"{self.name}{arch_suffix(self.arch)}"
+
+    @property
+    def apt_cache(self) -> str:
+        """What names the cache of downloaded packages."""
+        return f"{self.suite}{arch_suffix(self.arch)}"
 
 
 @dataclass(frozen=True)
@@ -117,7 +134,7 @@ class Row:
     skipped_ops: tuple[SkippedOp, ...]
     twin_ops: tuple[str, ...]  # ops of the CPU twin (tests on hosts without a GPU); () on cpu rows
     gpu_archs: tuple[str, ...]  # ("8.0", "8.6", "9.0"), the last one with +PTX where asked
-    cpu_isa: str  # x86-64-v3
+    cpu_isa: str  # x86-64-v3, armv8.2-a
     features: frozenset[str]
     unlisted: str | None  # the reason, where the row uses versions that compat/ does not list
     notes: tuple[str, ...]  # sentences for ``explain``: what was decided and why
@@ -130,6 +147,16 @@ class Row:
     @property
     def is_cpu(self) -> bool:
         return self.torch.cuda is None
+
+    @property
+    def arch(self) -> Arch:
+        """Docker's and Debian's name of the CPU architecture."""
+        return self.base.arch
+
+    @property
+    def platform(self) -> str:
+        """``linux/amd64``."""
+        return f"linux/{self.arch}"
 
     @property
     def accelerator(self) -> Literal["cuda", "cpu"]:

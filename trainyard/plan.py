@@ -60,7 +60,7 @@ def plan(
     """Compare each row's contents id with the image that the engine has under its tag."""
     items = []
     for row in rows:
-        base = bases[row.base.name]
+        base = bases[row.base.key]
         digests = render.input_digests(row, root, base.digest)
         items.append(Item(row, base, digests, "asked for" if force else _why(row, digests, root, engine)))
     return tuple(items)

@@ -29,7 +29,7 @@ def table(rows: Iterable[Row]) -> str:
 
 
 def _line(row: Row) -> str:
-    inside = [f"torch {row.torch.version}"]
+    inside = ([] if row.arch == "amd64" else [row.arch]) + [f"torch {row.torch.version}"]
     inside.append("CPU" if row.is_cpu else f"CUDA {row.torch.cuda}, cuDNN {row.cudnn}, NCCL {row.nccl}")
     if row.deepspeed:
         inside.append(f"DeepSpeed {row.deepspeed} with {len(row.ops)} prebuilt ops")

@@ -153,11 +153,12 @@ def _quotable(value: str) -> str:
 def _contents(row: Row) -> list[str]:
     """The heading: what is inside, a line each."""
     torch = f"torch {row.torch.version}"
+    base = row.base.name if row.arch == "amd64" else f"{row.base.name} for {row.platform}"
     if row.is_cpu:
-        lines = [f"{torch} for CPU, Python {row.python} on {row.base.name}"]
+        lines = [f"{torch} for CPU, Python {row.python} on {base}"]
     else:
         lines = [
-            f"{torch} built for CUDA {row.torch.cuda}, Python {row.python} on {row.base.name}",
+            f"{torch} built for CUDA {row.torch.cuda}, Python {row.python} on {base}",
             f"cuDNN {row.cudnn}, NCCL {row.nccl}; drivers >= {row.driver_floor} "
             f"(nvidia-smi: CUDA {row.cuda_level} or newer)",
         ]

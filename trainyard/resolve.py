@@ -8,7 +8,7 @@ from fnmatch import fnmatchcase
 from trainyard import compat
 from trainyard.facts import BaseFacts, Facts, load_facts, major_of, minor_of, older, within
 from trainyard.matrix import Cell, Matrix, Stack, load
-from trainyard.model import Base, InputError, Row, SkippedOp, Toolkit, TorchBuild
+from trainyard.model import Arch, Base, InputError, Row, SkippedOp, Toolkit, TorchBuild
 from trainyard.yamlfile import Problem, did_you_mean, listed, refuse
 
 __all__ = ["load", "rows", "select"]
@@ -64,7 +64,7 @@ def _row(matrix: Matrix, cell: Cell, facts: Facts) -> Row:
         variant=cell.variant,
         summary=stack.summary,
         where=matrix.where("stacks", cell.stack),
-        base=_base(stack.base, facts.bases[stack.base]),
+        base=_base(stack.base, facts.bases[stack.base], cell.arch),
         python=stack.python,
         torch=_torch(stack, facts),
         cuda_level=stack.cuda_level,
@@ -80,7 +80,7 @@ def _row(matrix: Matrix, cell: Cell, facts: Facts) -> Row:
         skipped_ops=_skipped(stack) if deepspeed else (),
         twin_ops=_twin_ops(stack, deepspeed, facts),
         gpu_archs=tuple(stack.gpu_archs or ()),
-        cpu_isa=stack.cpu_isa,
+        cpu_isa=stack.isa(cell.arch),
         features=features,
         unlisted=stack.allow_unlisted,
         fsdp2_on_cpu=not older(stack.torch, facts.torch.fsdp2.on_cpu_since),
@@ -91,7 +91,7 @@ def _row(matrix: Matrix, cell: Cell, facts: Facts) -> Row:
     )
 
 
-def _base(name: str, entry: BaseFacts) -> Base:
+def _base(name: str, entry: BaseFacts, arch: Arch) -> Base:
     return Base(
         name=name,
         suite=entry.suite,
@@ -100,6 +100,7 @@ def _base(name: str, entry: BaseFacts) -> Base:
         gcc=entry.gcc,
         glibc=entry.glibc,
         libaio=entry.libaio,
+        arch=arch,
     )
 
 

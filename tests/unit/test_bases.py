@@ -31,7 +31,9 @@ def test_a_registrys_refusal_is_understood(reason: str, kind: str) -> None:
 
 
 def test_the_bootstrap_keeps_nothing_of_the_host() -> None:
-    command = bases.bootstrap_command("trixie", ("http://m/debian", "http://m/debian-security"), Path("t"))
+    mirrors = ("http://m/debian", "http://m/debian-security")
+    command = bases.bootstrap_command("trixie", "arm64", mirrors, Path("t"))
+    assert "--architectures=arm64" in command
     hooks = " ".join(word for word in command if word.startswith("--customize-hook"))
     for file in ("etc/hostname", "etc/resolv.conf", "var/lib/apt/lists", "var/log"):
         assert file in hooks

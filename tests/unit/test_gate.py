@@ -47,7 +47,7 @@ def manifest(row: Row) -> dict[str, Any]:
     for name, version in library.items():
         files = [f"{site}/nvidia/{name}/lib/lib{name}.so.2"]
         measured[name] = {"version": version, "files": files} if version else None
-    return {"id": row.id, "measured": measured}
+    return {"id": row.id, "platform": row.platform, "measured": measured}
 
 
 def op_facts(row: Row, op: str) -> dict[str, Any]:
@@ -232,3 +232,10 @@ def test_all_differences_are_told_at_once() -> None:
         measured["deepspeed"]["ops"].pop("utils")
 
     assert len(differences(ROW, change)) == 3
+
+
+def test_an_image_for_another_platform_is_refused() -> None:
+    found = manifest(ROW) | {"platform": "linux/arm64"}
+    assert gate.differences(ROW, found) == [
+        "platform: the row says linux/amd64, the image is for linux/arm64"
+    ]

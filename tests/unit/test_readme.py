@@ -11,7 +11,7 @@ from trainyard.model import InputError
 
 def test_there_is_one_line_a_stack_with_its_drivers() -> None:
     lines = readme.table(ROWS).splitlines()[2:]
-    assert len(lines) == len({row.stack for row in ROWS})
+    assert len(lines) == len({(row.stack, row.arch) for row in ROWS})
     (old,) = (line for line in lines if "`cu121-pt29`" in line)
     assert "torch 2.9.1, CUDA 12.8" in old
     assert ">= 525.60.13" in old

@@ -32,10 +32,21 @@ def findings(name: str, **changes: object) -> list[str]:
     return [text for _, text in compat.check(stack(name, **changes), FACTS)]
 
 
-def test_the_shipped_matrix_has_fifteen_rows() -> None:
-    assert len(ROWS) == len(BY_ID) == 15
+def test_the_shipped_matrix_has_five_stacks_of_which_two_are_also_for_arm64() -> None:
+    assert len(ROWS) == len(BY_ID) == 3 * (5 + 2)
     assert [row.id for row in ROWS[:3]] == ["cpu-pt213", "cpu-pt213-base", "cpu-pt213-devel"]
-    assert all(row.id == row.stack + row.variant for row in ROWS)
+    for row in ROWS:
+        suffix = {"amd64": "", "arm64": "-arm64"}[row.arch]
+        assert row.id == row.stack + suffix + row.variant
+
+
+def test_an_arm64_row_is_its_twin_for_another_cpu() -> None:
+    for row in ROWS:
+        if row.arch == "arm64":
+            other = BY_ID[row.id.replace("-arm64", "")]
+            assert (row.platform, row.cpu_isa) == ("linux/arm64", "armv8.2-a")
+            assert dataclasses.replace(row, id=other.id, base=other.base, cpu_isa=other.cpu_isa) == other
+    assert {row.stack for row in ROWS if row.arch == "arm64"} == {"cu130-pt213", "cu132-pt215"}
 
 
 def test_base_variant_holds_nothing_compiled() -> None:
@@ -105,7 +116,7 @@ def test_deepspeed_before_0_19_8_gets_setuptools_on_new_python() -> None:
 def test_curand_is_there_where_the_ops_need_it_and_torch_does_not_bring_it() -> None:
     """Fails once torch's own wheel asks for it again or no row needs it: then the fact can go."""
     needing = {row.id for row in ROWS if any("curand" in name for name in row.requirements)}
-    assert needing == {"cu132-pt215", "cu132-pt215-devel"}
+    assert needing == {id for id in BY_ID if id.startswith("cu132-pt215") and not id.endswith("-base")}
     for row in ROWS:
         lock = (SHIPPED.parent / "images" / row.id / "requirements.lock").read_text()
         if row.builds_cuda_kernels:
