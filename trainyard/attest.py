@@ -12,8 +12,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from cryptography.hazmat.primitives.asymmetric import ec
-
 from trainyard import explain, provenance, render, sbom, signing
 from trainyard.model import Row, StepFailed
 from trainyard.publish import TESTS
@@ -95,21 +93,20 @@ def _check_locks(row: Row, manifest: Mapping[str, Any], root: Path) -> None:
 
 
 def attach(
-    target: Target, digest: str, files: Mapping[str, bytes], key: ec.EllipticCurvePrivateKey | None
+    target: Target, digest: str, files: Mapping[str, bytes], signer: signing.Signer | None
 ) -> dict[str, str]:
     """Attach files to a published image, and sign them and it; return the digest of each by type.
 
-    Doing it again adds nothing.  Without a key nothing is signed, and ``verify`` says so.
+    Attaching again adds nothing, nor does signing by key.  Without a signer nothing is signed, and
+    ``verify`` says so.
     """
     subject = target.manifest(digest).descriptor
     attached = {}
     for kind, body in files.items():
         one = target.attach(subject, kind, [(kind, body, {TITLE: ATTACHED[kind]})])
         attached[kind] = str(one["digest"])
-        if key:
-            signing.sign(target, attached[kind], key)
-    if key:
-        signing.sign(target, digest, key)
+    if signer:
+        signer.sign(target, [*attached.values(), digest])
     return attached
 
 

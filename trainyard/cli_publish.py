@@ -18,6 +18,7 @@ from trainyard import (
     attest,
     catalog,
     diff,
+    keyless,
     keys,
     manifest,
     mirrors,
@@ -25,6 +26,7 @@ from trainyard import (
     provenance,
     publish,
     sbom,
+    signing,
     verify,
 )
 from trainyard import bake as bake_file
@@ -56,6 +58,13 @@ plain_option = click.option("--plain-http", is_flag=True, help="No TLS; only to 
 key_option = click.option(
     "--key", envvar="COSIGN_KEY", help="Private key to sign with: a file or env://NAME; COSIGN_PASSWORD."
 )
+keyless_option = click.option(
+    "--keyless",
+    "without_key",
+    is_flag=True,
+    envvar="COSIGN_KEYLESS",
+    help="Sign as this CI job, with cosign.",
+)
 compression_option = click.option(
     "--compression", type=click.Choice(["zstd", "gzip"]), default="zstd", show_default=True, help="Of layers."
 )
@@ -66,11 +75,30 @@ def registry_options(function: Callable[..., None]) -> Callable[..., None]:
     return registry_option(plain_option(function))
 
 
+def signing_options(function: Callable[..., None]) -> Callable[..., None]:
+    """How to sign; without either, nothing is signed."""
+    return key_option(keyless_option(function))
+
+
+def _signer(
+    where: registries.Registry, plain_http: bool, key: str | None, without_key: bool
+) -> signing.Signer | None:
+    """Who signs.  What is wrong is said here, before anything is built or uploaded."""
+    if key and without_key:
+        raise InputError("--key (COSIGN_KEY) and --keyless (COSIGN_KEYLESS) are two ways to sign; give one")
+    if without_key:
+        return keyless.signer(where, plain_http)
+    return signing.KeySigner(keys.private_key(key, os.environ)) if key else None
+
+
 def _push(
-    row: Row, engine: Engine, where: registries.Registry, compression: archive.Compression, key: str | None
+    row: Row,
+    engine: Engine,
+    where: registries.Registry,
+    compression: archive.Compression,
+    signer: signing.Signer | None,
 ) -> publish.Pushed:
     """Upload, attach SBOM, provenance, manifest and test report, and sign; no tag yet."""
-    signer = keys.private_key(key, os.environ) if key else None  # wrong: said before the upload
     tested = publish.check(row, ROOT / "out" / row.id, engine)
     pushed = publish.push(where, engine, tested, compression, say=say)
     run = provenance.find_run(os.environ, tested.manifest)
@@ -86,7 +114,10 @@ def _promote(
 ) -> publish.Promoted:
     """Set the tags of what was just pushed."""
     default = row.id == app.matrix.default
-    return publish.promote(where, row.id, pushed.digest, default, since, image_id=pushed.image_id, say=say)
+    platforms, image_id = (row.platform,), pushed.image_id
+    return publish.promote(
+        where, row.id, pushed.digest, default, since, platforms=platforms, image_id=image_id, say=say
+    )
 
 
 def _show_pushed(row: Row, pushed: publish.Pushed, signed: bool) -> None:
@@ -109,7 +140,7 @@ def _show_promoted(done: publish.Promoted) -> None:
 @selection
 @registry_options
 @compression_option
-@key_option
+@signing_options
 @click.option("--promote", "then_promote", is_flag=True, help="Also set the tags.")
 @click.pass_obj
 def push_(
@@ -119,6 +150,7 @@ def push_(
     plain_http: bool,
     compression: archive.Compression,
     key: str | None,
+    without_key: bool,
     then_promote: bool,
 ) -> None:
     """Upload tested images by digest, with SBOM, provenance and signature; no tag moves.
@@ -127,11 +159,12 @@ def push_(
     its gate or its tests, or was not tested as it is, is refused.
     """
     where = registries.connect(registry, plain_http, say=say)
+    signer = _signer(where, plain_http, key, without_key)
     engine = connect(say)
     for row in app.select(selection):
         since = publish.look(where, row.id, row.id == app.matrix.default)
-        pushed = _push(row, engine, where, compression, key)
-        _show_pushed(row, pushed, bool(key))
+        pushed = _push(row, engine, where, compression, signer)
+        _show_pushed(row, pushed, signer is not None)
         if then_promote:
             _show_promoted(_promote(app, row, pushed, where, since))
 
@@ -158,7 +191,11 @@ def promote_(
         pushed = digest or publish.last_pushed(where, ROOT / "out" / row.id, str(image_id))
         default = row.id == app.matrix.default
         out.print(f"{row.id}: {where.name}")
-        _show_promoted(publish.promote(where, row.id, pushed, default, image_id=image_id, say=say))
+        platforms = (row.platform,)
+        promoted = publish.promote(
+            where, row.id, pushed, default, platforms=platforms, image_id=image_id, say=say
+        )
+        _show_promoted(promoted)
 
 
 @main.command("rollback", epilog=examples("rollback cpu-pt213 -r ghcr.io/acme/trainyard"))
@@ -203,17 +240,47 @@ def prune_(
         out.print("This was a dry run; --yes deletes.")
 
 
-@main.command("verify", epilog=examples("verify ghcr.io/acme/trainyard:cpu-pt213 --key cosign.pub"))
+@main.command(
+    "verify",
+    epilog=examples(
+        "verify ghcr.io/acme/trainyard:cpu-pt213 --key cosign.pub",
+        "verify r.example/t:cpu-pt213 --identity ci@acme.example --issuer https://accounts.acme.example",
+    ),
+)
 @click.argument("reference", metavar="REF")
-@click.option("--key", required=True, envvar="COSIGN_PUBLIC_KEY", help="Public key: a file or env://NAME.")
+@click.option(
+    "--key", envvar="COSIGN_PUBLIC_KEY", help="Signed by key: the public one, a file or env://NAME."
+)
+@click.option("--identity", metavar="WHO", help="Signed keyless: who signed; a workflow's URL, an address.")
+@click.option("--identity-regexp", metavar="REGEXP", help="Instead of WHO; Go's syntax, so use ^ and $.")
+@click.option("--issuer", metavar="URL", help="Who vouched for WHO.")
 @plain_option
 @as_json
-def verify_(reference: str, key: str, plain_http: bool, json_: bool) -> None:
-    """Check signature, digest, SBOM, provenance, manifest and test report of a published image."""
-    public = keys.public_key(key, os.environ)
+def verify_(
+    reference: str,
+    key: str | None,
+    identity: str | None,
+    identity_regexp: str | None,
+    issuer: str | None,
+    plain_http: bool,
+    json_: bool,
+) -> None:
+    """Check signature, digest, SBOM, provenance, manifest and test report of a published image.
+
+    Whose signature counts: --key, or --identity and --issuer.
+    """
     where = registries.connect(reference, plain_http, say=say)
+    trust: signing.Trust
+    if key and (identity or identity_regexp or issuer):
+        raise InputError("--key (COSIGN_PUBLIC_KEY) and --identity are two ways to verify; give one")
+    if not (key or identity or identity_regexp or issuer):
+        raise InputError("whose signature counts? Give --key, or --identity and --issuer")
+    if key:
+        trust = signing.KeyTrust(keys.public_key(key, os.environ))
+    else:
+        trust = keyless.trust(where, issuer or "", identity or "", identity_regexp or "", plain_http)
     parsed = registries.parse(reference)
-    checks = verify.verify(where, parsed.version, public)
+    checks = verify.verify(where, parsed.version, trust)
     if json_:
         click.echo(json.dumps(verify.as_json(checks), indent=2))
     else:
@@ -377,7 +444,7 @@ def import_(folder: Path) -> None:
 @click.option("--registry", "-r", envvar="REGISTRY", metavar="HOST/ORG/NAME", help="Publish there.")
 @plain_option
 @compression_option
-@key_option
+@signing_options
 @click.option("--history", type=click.Path(path_type=Path, file_okay=False), help="Keep nights there.")
 @click.option("--max-age", type=int, default=30, show_default=True, help="Days until a rebuild.")
 @click.option("--dry-run", is_flag=True, help="Only say what would be done, and why.")
@@ -391,6 +458,7 @@ def nightly_(
     plain_http: bool,
     compression: archive.Compression,
     key: str | None,
+    without_key: bool,
     history: Path | None,
     max_age: int,
     dry_run: bool,
@@ -403,6 +471,7 @@ def nightly_(
     """
     rows = app.select(selection, default="all")
     where = registries.connect(registry, plain_http, say=say) if registry else None
+    signer = _signer(where, plain_http, key, without_key) if where and not dry_run else None
     engine, items = prepare(app, rows, base_mode)
     tasks = nightly.plan(items, ROOT, engine, where, max_age)
     for task in tasks:
@@ -421,7 +490,7 @@ def nightly_(
         if where is None:
             return None
         since = publish.look(where, row.id, row.id == app.matrix.default)
-        pushed = _push(row, engine, where, compression, key)
+        pushed = _push(row, engine, where, compression, signer)
         return _promote(app, row, pushed, where, since).immutable
 
     outcomes = nightly.carry_out(tasks, do)

@@ -103,7 +103,7 @@ def diff(before: Part, after: Part) -> Difference:
     return Difference(
         before=_side(before),
         after=_side(after),
-        versions=_changes(_versions(old), _versions(new), ordered=True),
+        versions=_changes(_versions(before), _versions(after), ordered=True),
         kernels=_changes(_kernels(old), _kernels(new)),
         pip=_changes(old.get("pip", {}), new.get("pip", {})),
         apt=_changes(old.get("apt", {}), new.get("apt", {})),
@@ -129,9 +129,10 @@ def _side(manifest: Part) -> Side:
     return Side(manifest["id"], manifest["image_id"], manifest["contents_id"], manifest["built_at"])
 
 
-def _versions(measured: Part) -> dict[str, str | None]:
+def _versions(manifest: Part) -> dict[str, str | None]:
     """The stack by name, most important first; None for what the image does not have."""
-    torch = measured["torch"]
+    measured = manifest["measured"]
+    torch, base = measured["torch"], manifest.get("base") or {}
     return {
         "torch": torch["version"] + (f"+{torch['local']}" if torch.get("local") else ""),
         "CUDA": torch["cuda"],
@@ -140,6 +141,7 @@ def _versions(measured: Part) -> dict[str, str | None]:
         "NCCL": _version(measured["nccl"]),
         "Python": measured["python"],
         "OS": measured["os"],
+        "base image": f"{base['name']} {_short(base['digest'])}" if base.get("digest") else None,
         "glibc": measured["glibc"],
         "GPU code of torch": " ".join(torch["archs"]) or None,
         "compilers": " ".join(measured["compilers"]) or None,
@@ -283,7 +285,11 @@ def _title(difference: Difference) -> str:
 
 
 def _day(side: Side) -> str:
-    return f"{side.built_at[:10]} ({side.image_id.removeprefix('sha256:')[:12]})"
+    return f"{side.built_at[:10]} ({_short(side.image_id)})"
+
+
+def _short(digest: str) -> str:
+    return digest.removeprefix("sha256:")[:12]
 
 
 def _verdict(difference: Difference) -> str:

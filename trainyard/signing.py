@@ -11,13 +11,8 @@ the world about every image of a private registry.
 
 Keys are ECDSA P-256: in PEM, or as ``cosign generate-key-pair`` writes them (see :mod:`trainyard.keys`).
 
-Signing without a key (Fulcio gives a certificate for an OpenID token, Rekor logs it) is not done here.
-The ``sigstore`` package on PyPI could: its ``Signer.sign_dsse`` signs an in-toto statement whose subject
-is the digest, and the bundle is then attached as a referrer of type
-``application/vnd.dev.sigstore.bundle.v0.3+json``, which is what cosign 3 looks for first.  It needs
-Sigstore's public services, so nothing about it could be tested against a private registry alone, and
-what is not tested is not offered.  ``cosign sign HOST/ORG/NAME@sha256:...`` in a workflow with
-``id-token: write`` adds such a signature beside ours.
+Signing without a key is cosign's own: :mod:`trainyard.keyless`.  Both are a :class:`Signer`, and a
+:class:`Trust` to who verifies; their signatures stand side by side under one tag.
 """
 
 from __future__ import annotations
@@ -25,6 +20,7 @@ from __future__ import annotations
 import base64
 import binascii
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -62,6 +58,62 @@ class Store(Protocol):
 
     def blob(self, digest: str) -> bytes:
         """A small blob, compared with its digest."""
+
+
+class Signer(Protocol):
+    """Signs manifests of a repository."""
+
+    def sign(self, store: Store, digests: Sequence[str]) -> None:
+        """Sign manifests, in this order.  Raises StepFailed where it fails; the rest is then not signed."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Whether a manifest is signed; ``detail`` says by whom, or why not."""
+
+    signed: bool
+    detail: str
+
+
+class Trust(Protocol):
+    """Whose signatures count."""
+
+    @property
+    def who(self) -> str:
+        """For messages."""
+
+    def look(self, store: Store, digest: str) -> Finding:
+        """Look at a manifest's signatures.  Raises StepFailed where they cannot be looked at."""
+
+
+@dataclass(frozen=True)
+class KeySigner:
+    """Signs with a key; what it signed before is left as it is."""
+
+    key: ec.EllipticCurvePrivateKey
+
+    def sign(self, store: Store, digests: Sequence[str]) -> None:
+        for digest in digests:
+            sign(store, digest, self.key)
+
+
+@dataclass(frozen=True)
+class KeyTrust:
+    """Trusts signatures by a key."""
+
+    key: ec.EllipticCurvePublicKey
+
+    @property
+    def who(self) -> str:
+        return f"key {fingerprint(self.key)}"
+
+    def look(self, store: Store, digest: str) -> Finding:
+        found = signatures(store, digest)
+        if not found:
+            return Finding(False, f"not signed: there is no usable signature under {tag(digest)}")
+        if not any(checks(one, digest, self.key) for one in found):
+            return Finding(False, f"none of {len(found)} signatures is by {self.who} and for this manifest")
+        return Finding(True, f"by {self.who}")
 
 
 @dataclass(frozen=True)

@@ -16,8 +16,6 @@ from functools import cache
 from typing import Any, Protocol
 from xml.etree import ElementTree
 
-from cryptography.hazmat.primitives.asymmetric import ec
-
 from trainyard import provenance, sbom, signing
 from trainyard.attest import ATTACHED, MANIFEST_TYPE, TESTS_TYPE
 from trainyard.model import StepFailed
@@ -63,14 +61,14 @@ class _Image:
     labels: Mapping[str, str]
 
 
-def verify(source: Source, ref: str, key: ec.EllipticCurvePublicKey) -> tuple[Check, ...]:
+def verify(source: Source, ref: str, trust: signing.Trust) -> tuple[Check, ...]:
     """Check what a tag or digest of the repository points to; every check that was made, in order.
 
-    The image is sound only where all of them are ok.  Raises StepFailed (of the registry) where the
-    name points to nothing or cannot be read at all.
+    ``trust`` says whose signatures count.  The image is sound only where all checks are ok.  Raises
+    StepFailed (of the registry) where the name points to nothing or cannot be read at all.
     """
     fetched = source.manifest(ref)
-    return tuple(_checks(source, ref, fetched, key))
+    return tuple(_checks(source, ref, fetched, trust))
 
 
 def ok(checks: tuple[Check, ...]) -> bool:
@@ -83,12 +81,12 @@ def as_json(checks: tuple[Check, ...]) -> list[dict[str, Any]]:
     return [asdict(check) for check in checks]
 
 
-def _checks(source: Source, ref: str, fetched: Fetched, key: ec.EllipticCurvePublicKey) -> Iterator[Check]:
+def _checks(source: Source, ref: str, fetched: Fetched, trust: signing.Trust) -> Iterator[Check]:
     if fetched.media_type not in INDEX_TYPES:
-        yield from _image_checks(source, ref, ref, fetched, key)
+        yield from _image_checks(source, ref, ref, fetched, trust)
         return
     yield _check("index", lambda: _manifest(ref, fetched))
-    yield _check("signature", lambda: _signature(source, fetched.digest, key))
+    yield _check("signature", lambda: _signature(source, fetched.digest, trust))
     entries = fetched.json.get("manifests") or ()
     if not entries:
         yield Check("platforms", False, "the index names no image")
@@ -100,16 +98,16 @@ def _checks(source: Source, ref: str, fetched: Fetched, key: ec.EllipticCurvePub
         except StepFailed as error:
             yield Check(f"{platform} manifest", False, str(error))
             continue
-        for check in _image_checks(source, digest, ref, image, key):
+        for check in _image_checks(source, digest, ref, image, trust):
             yield replace(check, name=f"{platform} {check.name}")
 
 
 def _image_checks(
-    source: Source, ref: str, name: str, fetched: Fetched, key: ec.EllipticCurvePublicKey
+    source: Source, ref: str, name: str, fetched: Fetched, trust: signing.Trust
 ) -> Iterator[Check]:
     """The checks of one image; ``ref`` is what it was fetched by, ``name`` what was asked for."""
     yield _check("manifest", lambda: _manifest(ref, fetched))
-    yield _check("signature", lambda: _signature(source, fetched.digest, key))
+    yield _check("signature", lambda: _signature(source, fetched.digest, trust))
     image: list[_Image] = []
     yield _check("config", lambda: _config(source, fetched, image))
     if not image:
@@ -117,7 +115,7 @@ def _image_checks(
     yield _check("tag", lambda: _tag(name, image[0].labels))
 
     listed = cache(lambda: source.referrers(fetched.digest))
-    attached = {one: _attached(source, fetched.digest, listed, one, key) for one in ATTACHED}
+    attached = {one: _attached(source, fetched.digest, listed, one, trust) for one in ATTACHED}
     measured: list[dict[str, Any]] = []
     yield _check("trainyard manifest", lambda: _trainyard(attached[MANIFEST_TYPE](), image[0], measured))
     if measured:
@@ -146,15 +144,11 @@ def _manifest(ref: str, fetched: Fetched) -> str:
     return digest
 
 
-def _signature(source: Source, digest: str, key: ec.EllipticCurvePublicKey) -> str:
-    found = signing.signatures(source, digest)
-    if not found:
-        raise _Wrong(f"not signed: there is no usable signature under {signing.tag(digest)}")
-    if not any(signing.checks(one, digest, key) for one in found):
-        raise _Wrong(
-            f"none of {len(found)} signatures is by key {signing.fingerprint(key)} and for this manifest"
-        )
-    return f"by key {signing.fingerprint(key)}"
+def _signature(source: Source, digest: str, trust: signing.Trust) -> str:
+    found = trust.look(source, digest)
+    if not found.signed:
+        raise _Wrong(found.detail)
+    return found.detail
 
 
 def _config(source: Source, fetched: Fetched, image: list[_Image]) -> str:
@@ -200,26 +194,27 @@ def _attached(
     digest: str,
     listed: Callable[[], list[Descriptor]],
     kind: str,
-    key: ec.EllipticCurvePublicKey,
+    trust: signing.Trust,
 ) -> Callable[[], bytes]:
-    """A function that fetches the attached file of a kind: the one that our key signed."""
+    """A function that fetches the attached file of a kind: the one with a signature that counts."""
 
     def fetch() -> bytes:
         found = [one for one in listed() if one.get("artifactType") == kind]
-        signed = [one["digest"] for one in found if signing.is_signed(source, one["digest"], key)]
-        if not signed:
-            raise _Wrong(
-                f"{len(found)} attached, none of them signed by the key" if found else "not attached"
-            )
         # Of several the last one counts: a file that is attached again replaces the first.
-        manifest = source.manifest(signed[-1])
+        last = (one["digest"] for one in reversed(found) if trust.look(source, one["digest"]).signed)
+        signed = next(last, None)
+        if signed is None:
+            raise _Wrong(
+                f"{len(found)} attached, none of them signed by {trust.who}" if found else "not attached"
+            )
+        manifest = source.manifest(signed)
         try:
             if manifest.json["subject"]["digest"] != digest:
-                raise _Wrong(f"{signed[-1]} is attached to another image")
+                raise _Wrong(f"{signed} is attached to another image")
             (layer,) = manifest.json["layers"]
             body = source.blob(layer["digest"])
         except (KeyError, TypeError, ValueError) as error:
-            raise _Wrong(f"{signed[-1]} is not one file: {error!r}") from error
+            raise _Wrong(f"{signed} is not one file: {error!r}") from error
         if sha256(body) != layer["digest"]:
             raise _Wrong(f"the registry has other bytes than {layer['digest']}")
         return body

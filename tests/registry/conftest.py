@@ -2,6 +2,7 @@
 
 pytest tests/registry                            small images, every fault
 pytest tests/registry --publish cpu-pt213        also the built and tested image itself
+pytest tests/registry --nights                   also nights that build and test, some 10 minutes
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("trainyard")
     group.addoption("--publish", default="", help="ids of built and tested images to publish too")
     group.addoption("--publish-out", type=Path, default=ROOT / "out", help="the out/ folder they are in")
+    group.addoption("--nights", action="store_true", help="also run nights that build and test images")
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -40,11 +42,12 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Deselect, and so count, what needs an image that was not asked for."""
+    """Deselect, and so count, what needs an image or a time that was not asked for."""
     dropped = [
         item
         for item in items
-        if (spec := getattr(item, "callspec", None)) and spec.params.get("published_id", "") is None
+        if ((spec := getattr(item, "callspec", None)) and spec.params.get("published_id", "") is None)
+        or (item.path.name == "test_nights.py" and not config.getoption("--nights"))
     ]
     if dropped:
         config.hook.pytest_deselected(items=dropped)
@@ -80,6 +83,11 @@ def tls(tmp_path_factory: pytest.TempPathFactory) -> Tls:
 @pytest.fixture(scope="session")
 def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return servers.find_program(tmp_path_factory.mktemp("package"))
+
+
+@pytest.fixture(scope="session")
+def cosign_program(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return servers.find_cosign(tmp_path_factory.mktemp("cosign"))
 
 
 @pytest.fixture

@@ -22,6 +22,7 @@ from trainyard.registry import Credentials, Policy, Registry
 
 USER, PASSWORD = "publisher", "correct horse battery"
 READY_SECONDS = 20
+COSIGN_SUITE, COSIGN_MIRROR = "trixie", "http://deb.debian.org/debian"
 LOGIN = Credentials(USER, PASSWORD, "the tests")
 #: Patient enough for a registry that is restarted, without making a test slow.
 QUICK = Policy(attempts=6, first_wait=0.2, longest_wait=1.0, chunk=2**20)
@@ -65,6 +66,32 @@ def find_program(folder: Path) -> Path:
         raise RuntimeError(f"the package docker-registry cannot be had: {got.stderr}")
     subprocess.run(["dpkg-deb", "-x", str(next(folder.glob("*.deb"))), str(folder / "unpacked")], check=True)
     return folder / "unpacked" / "usr" / "bin" / "docker-registry"
+
+
+def find_cosign(folder: Path) -> Path:
+    """cosign: installed, or Debian 13's, unpacked with an apt that is ours alone.
+
+    It runs from Debian 12 on (glibc 2.34).
+    """
+    if found := shutil.which("cosign"):
+        return Path(found)
+    for name in ("lists/partial", "cache/archives/partial"):
+        (folder / name).mkdir(parents=True)
+    (folder / "sources.list").write_text(f"deb {COSIGN_MIRROR} {COSIGN_SUITE} main\n")
+    (folder / "status").touch()
+    settings = {
+        "Dir::Etc::sourcelist": folder / "sources.list",
+        "Dir::Etc::sourceparts": "/dev/null",
+        "Dir::State::lists": folder / "lists",
+        "Dir::State::status": folder / "status",
+        "Dir::Cache": folder / "cache",
+        "APT::Sandbox::User": "root",
+    }
+    options = [word for name, value in settings.items() for word in ("-o", f"{name}={value}")]
+    for command in (["update", "-qq"], ["download", "-qq", "cosign"]):
+        subprocess.run(["apt-get", *options, *command], cwd=folder, check=True)
+    subprocess.run(["dpkg-deb", "-x", next(folder.glob("*.deb")), folder / "unpacked"], check=True)
+    return folder / "unpacked" / "usr" / "bin" / "cosign"
 
 
 def free_port() -> int:

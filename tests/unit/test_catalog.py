@@ -309,6 +309,8 @@ def test_two_builds_of_one_day_are_in_the_order_of_their_time(tmp_path: Path) ->
         put(tmp_path / "history" / ROW.id / f"20261130-{contents}", manifest(ROW, built, contents))
     (entry,) = data.entries(replace(bare(tmp_path), history=tmp_path / "history"))
     assert [night.contents_id[:2] for night in entry.nights] == ["c3", "a2", "f1"]
+    times = [(TONIGHT + timedelta(minutes=minutes)).strftime("%Y-%m-%d %H:%M") for minutes in (60, 30, 0)]
+    assert [night.date for night in entry.nights] == times  # the day alone would not tell them apart
 
 
 def test_a_long_history_is_cut_and_says_so(tmp_path: Path) -> None:

@@ -327,3 +327,10 @@ def test_json_has_everything() -> None:
 )
 def test_gpu_code_in_words(op: dict[str, list[str]], words: str) -> None:
     assert diff.op_code(op) == words
+
+
+def test_another_base_is_named_even_where_nothing_measured_moved() -> None:
+    (found,) = compare(change("base/digest", "sha256:" + "e" * 64)).versions
+    assert found.name == "base image"
+    assert found.after == "debian:bookworm-slim eeeeeeeeeeee"
+    assert found.before and found.before.startswith("debian:bookworm-slim ")

@@ -33,6 +33,12 @@ TESTS = (
     b'<testcase name="test_c[cpu-pt213]"><skipped/></testcase></testsuite></testsuites>'
 )
 
+TRUST = signing.KeyTrust(KEY.public_key())
+
+
+def signer(key: ec.EllipticCurvePrivateKey | None) -> signing.Signer | None:
+    return signing.KeySigner(key) if key else None
+
 
 class Published:
     """An image in a registry, with everything attached and signed."""
@@ -49,7 +55,7 @@ class Published:
         self.digest = self.push_image()
         self.measured: dict[str, Any] = json.loads((DATA / "manifest-cpu-pt213.json").read_text())
         self.measured["image_id"] = sha256(canonical(self.config))
-        attest.attach(self.memory, self.digest, self.files(), key)
+        attest.attach(self.memory, self.digest, self.files(), signer(key))
         for tag in ("cpu-pt213", IMMUTABLE, "latest"):
             self.tag(tag)
 
@@ -94,10 +100,10 @@ class Published:
     def replace(self, kind: str, body: bytes) -> None:
         """What a bug of ours could publish."""
         self.detach(kind)
-        attest.attach(self.memory, self.digest, {kind: body}, self.key)
+        attest.attach(self.memory, self.digest, {kind: body}, signer(self.key))
 
     def checks(self, ref: str = "cpu-pt213") -> dict[str, Check]:
-        return {one.name: one for one in verify.verify(self.memory, ref, KEY.public_key())}
+        return {one.name: one for one in verify.verify(self.memory, ref, TRUST)}
 
 
 def failed(checks: dict[str, Check]) -> dict[str, str]:
@@ -140,7 +146,7 @@ def test_no_checks_are_not_ok() -> None:
 
 def test_a_name_that_does_not_exist_is_the_registrys_error() -> None:
     with pytest.raises(StepFailed, match="nope: not found"):
-        verify.verify(Memory(), "nope", KEY.public_key())
+        verify.verify(Memory(), "nope", TRUST)
 
 
 # -- re-tagged -----------------------------------------------------------------------------
@@ -173,7 +179,7 @@ def test_an_unsigned_image_fails() -> None:
     published = Published(key=None)
     found = failed(published.checks())
     assert found["signature"].startswith("not signed")
-    assert found["trainyard manifest"] == "1 attached, none of them signed by the key"
+    assert found["trainyard manifest"] == f"1 attached, none of them signed by {TRUST.who}"
 
 
 def test_an_image_signed_by_another_key_fails() -> None:
@@ -244,11 +250,11 @@ def test_what_is_not_attached_is_missed(kind: str) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_somebody_else_attached_does_not_count(kind: str) -> None:
     published = Published()
-    attest.attach(published.memory, published.digest, {kind: b"not ours"}, key=None)
+    attest.attach(published.memory, published.digest, {kind: b"not ours"}, None)
     assert failed(published.checks()) == {}
     published.detach(kind)
-    attest.attach(published.memory, published.digest, {kind: b"not ours"}, key=OTHER)
-    assert failed(published.checks())[KINDS[kind]] == "1 attached, none of them signed by the key"
+    attest.attach(published.memory, published.digest, {kind: b"not ours"}, signer(OTHER))
+    assert failed(published.checks())[KINDS[kind]] == f"1 attached, none of them signed by {TRUST.who}"
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -415,7 +421,7 @@ def test_an_image_without_our_labels_fails() -> None:
 def test_attaching_again_writes_nothing_new() -> None:
     published = Published()
     before = dict(published.memory.manifests), dict(published.memory.blobs)
-    attest.attach(published.memory, published.digest, published.files(), KEY)
+    attest.attach(published.memory, published.digest, published.files(), signer(KEY))
     assert (published.memory.manifests, published.memory.blobs) == before
     assert len(published.memory.referrers(published.digest)) == 4
 

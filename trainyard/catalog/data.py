@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
+from datetime import UTC
 from pathlib import Path
 from typing import Any, Literal
 
@@ -111,7 +113,7 @@ class Build:
 class Night:
     """One entry of the history: what a page says of an older build."""
 
-    date: str  # YYYY-MM-DD
+    date: str  # YYYY-MM-DD; and HH:MM in UTC where a day has more than one
     tag: str  # <id>-<YYYYMMDD>-<contents id>
     contents_id: str
     image_id: str
@@ -157,6 +159,7 @@ def _entry(row: Row, sources: Sources) -> Entry:
     folders = _night_folders(sources.history / row.id) if sources.history else []
     builds = [_build(row.id, folder) for folder in folders[:NIGHTS]]
     builds.sort(key=lambda one: (one.folder.name[:8], one.manifest.built_at), reverse=True)
+    days = Counter(one.folder.name[:8] for one in builds)
     local = sources.out / row.id
     candidates = ([_build(row.id, local)] if (local / "manifest.json").exists() else []) + builds
     build = max(candidates, key=lambda one: one.manifest.built_at, default=None)
@@ -165,7 +168,8 @@ def _entry(row: Row, sources: Sources) -> Entry:
         build=build,
         status=judge(row, build),
         nights=tuple(
-            _night(row.id, one, before) for one, before in zip(builds, [*builds[1:], None], strict=False)
+            _night(row.id, one, before, days[one.folder.name[:8]] > 1)
+            for one, before in zip(builds, [*builds[1:], None], strict=False)
         ),
         older_nights=max(len(folders) - NIGHTS, 0),
     )
@@ -180,11 +184,13 @@ def _night_folders(folder: Path) -> list[Path]:
     return sorted(found, key=lambda path: path.name, reverse=True)
 
 
-def _night(id_: str, build: Build, before: Build | None) -> Night:
+def _night(id_: str, build: Build, before: Build | None, with_time: bool) -> Night:
     name = build.folder.name
-    year, month, day = name[:4], name[4:6], name[6:8]
+    date = f"{name[:4]}-{name[4:6]}-{name[6:8]}"
+    if with_time:
+        date += f" {build.manifest.built_at.astimezone(UTC):%H:%M}"
     return Night(
-        date=f"{year}-{month}-{day}",
+        date=date,
         tag=f"{id_}-{name}",
         contents_id=build.manifest.contents_id,
         image_id=build.manifest.image_id,
