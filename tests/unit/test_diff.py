@@ -333,4 +333,5 @@ def test_another_base_is_named_even_where_nothing_measured_moved() -> None:
     (found,) = compare(change("base/digest", "sha256:" + "e" * 64)).versions
     assert found.name == "base image"
     assert found.after == "debian:bookworm-slim eeeeeeeeeeee"
-    assert found.before and found.before.startswith("debian:bookworm-slim ")
+    assert found.before
+    assert found.before.startswith("debian:bookworm-slim ")
