@@ -26,7 +26,7 @@ import docker
 from docker.errors import APIError, DockerException, ImageNotFound
 
 from trainyard import apt, mirrors
-from trainyard.hostenv import Say, find_tool, silent, tail
+from trainyard.hostenv import Say, find_tool, host_arch, silent, tail
 from trainyard.model import Arch, Base, StepFailed, arch_suffix
 
 Mode = Literal["auto", "registry", "bootstrap"]
@@ -319,10 +319,12 @@ def _kept(base: Base, engine: Engine) -> tuple[str, str] | None:
 
 
 def _bootstrap(base: Base, engine: Engine, say: Say) -> tuple[str, str]:
-    if find_tool("mmdebstrap") is None:
-        needed = ["mmdebstrap"]
-        if not apt.DEBIAN_KEYRING.exists():  # Ubuntu
-            needed.append("debian-archive-keyring")
+    needed = [] if find_tool("mmdebstrap") else ["mmdebstrap"]
+    if not apt.DEBIAN_KEYRING.exists():  # Ubuntu
+        needed.append("debian-archive-keyring")
+    if base.arch != host_arch() and not find_tool("arch-test"):  # mmdebstrap asks it for emulation
+        needed.append("arch-test")
+    if needed:
         apt.install(needed, say)
     with tempfile.TemporaryDirectory(prefix="trainyard-base-") as folder:
         tar = Path(folder) / "base.tar"

@@ -6,7 +6,6 @@ Exit codes: 0 done, 1 a build, test or gate failed, 2 the input is wrong, 130 in
 from __future__ import annotations
 
 import json
-import platform
 import re
 import shutil
 import signal
@@ -43,13 +42,12 @@ from trainyard import (
 )
 from trainyard.engine import LOST, Engine, connect
 from trainyard.facts import load_facts
-from trainyard.hostenv import wheelhouse_dirs
+from trainyard.hostenv import host_arch, wheelhouse_dirs
 from trainyard.model import InputError, Row, StepFailed
 from trainyard.plan import Item, check_generated
 from trainyard.plan import plan as make_plan
 
 ROOT = Path(__file__).resolve().parents[1]
-HOST_PLATFORM = {"x86_64": "linux/amd64", "aarch64": "linux/arm64"}.get(platform.machine())
 
 out = Console(highlight=False, soft_wrap=True)
 err = Console(stderr=True, highlight=False, soft_wrap=True)
@@ -339,7 +337,7 @@ def _runnable(app: App, rows: Sequence[Row], engine: Engine) -> tuple[Row, ...]:
 
     Raises InputError where a row that was named, or every row, is for another platform.
     """
-    if all(row.platform == HOST_PLATFORM for row in rows) and engine.address.private:
+    if all(row.arch == host_arch() for row in rows) and engine.address.private:
         return tuple(rows)  # the usual case: nothing to ask
     there = engine.platforms()
     foreign = [row for row in rows if row.platform not in there]

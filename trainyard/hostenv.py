@@ -7,6 +7,7 @@ show goes through a ``say`` callback (:data:`Say`).
 from __future__ import annotations
 
 import os
+import platform
 import re
 import shlex
 import shutil
@@ -84,6 +85,12 @@ def os_release(path: Path = Path("/etc/os-release")) -> dict[str, str]:
         if equals and not key.startswith("#"):
             fields[key.strip()] = "".join(shlex.split(value))
     return fields
+
+
+def host_arch() -> str:
+    """The CPU architecture of this host as Debian and Docker call it: ``amd64``, ``arm64``."""
+    machine = platform.machine()
+    return {"x86_64": "amd64", "aarch64": "arm64"}.get(machine, machine)
 
 
 # -- certificates, wheels, proxies ---------------------------------------------------------

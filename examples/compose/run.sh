@@ -5,8 +5,11 @@ cd "$(dirname "$0")"
 
 if docker compose version >/dev/null 2>&1; then
   compose=(docker compose)
-else
+elif command -v docker-compose >/dev/null; then
   compose=(docker-compose) # Debian's package
+else
+  echo "run.sh: neither 'docker compose' nor docker-compose is there: apt-get install docker-compose" >&2
+  exit 2
 fi
 
 # One key for all nodes, without a passphrase: they log in to each other with it.
