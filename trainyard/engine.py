@@ -216,8 +216,16 @@ class Engine:
             and not record["InUse"]
             and (not descriptions or any(text in record["Description"] for text in descriptions))
         ]
-        for one in ids:
-            self.client.api.prune_builds(filters={"id": one}, all=True)  # type: ignore[arg-type]
+        # One that others build on stays as long as they do, in whatever order they come.
+        while ids:
+            gone = [one for one in ids if self._prune_record(one)]
+            if not gone:
+                return
+            ids = [one for one in ids if one not in gone]
+
+    def _prune_record(self, record_id: str) -> bool:
+        done = self.client.api.prune_builds(filters={"id": record_id}, all=True)  # type: ignore[arg-type]
+        return bool(done.get("CachesDeleted"))
 
     @contextlib.contextmanager
     def exclusive(self, name: str, say: Say = silent) -> Iterator[None]:
