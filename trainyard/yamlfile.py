@@ -7,6 +7,7 @@ refuse duplicates there, and look up ``file:line`` for any path of keys later.
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -223,7 +224,10 @@ def _expected(raw: str | None, details: ErrorDetails) -> str:
             return 'is empty; write a value in quotes, or "" for an empty one'
         seen = f", YAML reads it as {details['input']!r}" if str(details["input"]) != raw else ""
         return f'{raw} is not a string{seen}; write it quoted: "{raw}"'
-    found = f'"{raw}"' if raw is not None else "this"
+    shown = re.sub(r"//[^/@]*@", "//***@", raw) if raw else raw  # an address can hold a password
+    found = f'"{shown}"' if raw is not None else "this"
+    if kind == "value_error":  # the words of a check of ours
+        return f"{found} {details['msg'].removeprefix('Value error, ')}"
     if kind == "literal_error":
         expected = details.get("ctx", {}).get("expected", "")
         accepted = str(expected).replace("'", "").replace(" or ", ", ")

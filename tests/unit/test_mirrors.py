@@ -154,6 +154,8 @@ def test_a_wrong_file_is_one_message_with_its_line(
     assert message.startswith(f"{file}:{line}: ")
     assert words in message
     assert "\n" not in message
+    assert "Value error" not in message
+    assert "me:pw" not in message
 
 
 def test_a_missing_file_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
