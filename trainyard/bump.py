@@ -71,7 +71,7 @@ def newest_release(package: str) -> str:
     Raises StepFailed where the index does not answer or does not know the package.
     """
     command = [find_uv_bin(), "pip", "compile", "-", "--quiet", "--no-deps", "--no-header", "--no-annotate"]
-    command += ["--no-python-downloads", "--system-certs", "--python-platform", "x86_64-manylinux_2_28"]
+    command += ["--no-python-downloads", "--system-certs", "--python-platform", lock.PLATFORMS["amd64"]]
     done = subprocess.run(command, input=package, text=True, capture_output=True, env=lock.environment())
     found = re.search(rf"^{re.escape(package)}==(\S+)", done.stdout, re.MULTILINE)
     if done.returncode or not found:
