@@ -101,6 +101,23 @@ def debian_mirrors(sources: Sequence[AptSource] | None = None) -> tuple[str, str
     return archive, security
 
 
+def image_sources(suite: str, mirrors: tuple[str, str], components: str = "main") -> list[str]:
+    """The lines of an image's sources.list, the three that the official images have too.
+
+    Args:
+        suite: ``trixie``.
+        mirrors: the addresses of the archive and of the security archive.
+        components: separated by blanks.
+    """
+    archive, security = mirrors
+    signed = f"[signed-by={DEBIAN_KEYRING}]"
+    return [
+        f"deb {signed} {archive} {suite} {components}",
+        f"deb {signed} {archive} {suite}-updates {components}",
+        f"deb {signed} {security} {suite}-security {components}",
+    ]
+
+
 # -- installing ----------------------------------------------------------------------------
 
 

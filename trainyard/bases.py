@@ -253,29 +253,13 @@ def _pulled_before(image: str, engine: Engine, reason: str) -> BaseImage | None:
 # -- the distribution's mirror -------------------------------------------------------------
 
 
-def sources(suite: str, mirrors: tuple[str, str]) -> list[str]:
-    """The lines of the image's sources.list, the three that the official images have too.
-
-    Args:
-        suite: ``trixie``.
-        mirrors: the addresses of the archive and of the security archive.
-    """
-    archive, security = mirrors
-    signed = f"[signed-by={apt.DEBIAN_KEYRING}]"
-    return [
-        f"deb {signed} {archive} {suite} main",
-        f"deb {signed} {archive} {suite}-updates main",
-        f"deb {signed} {security} {suite}-security main",
-    ]
-
-
 def bootstrap_command(suite: str, arch: Arch, mirrors: tuple[str, str], target: Path) -> list[str]:
     """The mmdebstrap command line."""
     words = ["mmdebstrap", "--quiet", "--variant=minbase", "--format=tar", f"--architectures={arch}"]
     words += [f"--dpkgopt={option}" for option in SLIM]
     words += [f"--aptopt={option}" for option in APT]
     words += [f"--customize-hook={hook}" for hook in HOOKS]
-    return [*words, suite, str(target), *sources(suite, mirrors)]
+    return [*words, suite, str(target), *apt.image_sources(suite, mirrors)]
 
 
 def _archives() -> tuple[str, str]:

@@ -24,7 +24,7 @@ from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, Field
 
-from trainyard import yamlfile
+from trainyard import apt, yamlfile
 from trainyard.model import Base, Row
 
 VARIABLE = "TRAINYARD_MIRRORS"
@@ -129,11 +129,10 @@ def write(texts: Mapping[str, str], folder: Path) -> dict[str, Path]:
     return found
 
 
-def _apt_list(apt: Apt, base: Base) -> str:
+def _apt_list(site: Apt, base: Base) -> str:
     # contrib and non-free have the CUDA toolkit of rows that compile with Debian's
-    signed = "[signed-by=/usr/share/keyrings/debian-archive-keyring.gpg]"
-    suites = ((apt.debian, ""), (apt.debian, "-updates"), (apt.debian_security, "-security"))
-    return "".join(f"deb {signed} {uri} {base.suite}{name} main contrib non-free\n" for uri, name in suites)
+    lines = apt.image_sources(base.suite, (site.debian, site.debian_security), "main contrib non-free")
+    return "\n".join(lines) + "\n"
 
 
 def _apt_conf(with_ca: bool) -> str:
