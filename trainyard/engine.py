@@ -40,6 +40,15 @@ COMPILING = re.compile(r"building 'deepspeed[\w.]*\.(\w+?)(?:_op)?' extension")
 CANCEL_GRACE = 20
 #: Bytes below which no image build can end well.
 MIN_FREE = 4 * 10**9
+#: How many times as long everything takes where QEMU runs another CPU's code.
+EMULATION = 10
+#: What QEMU prints where the program that it runs crashes, and what helps.  Measured: 7.2 ends with a
+#: segmentation fault in `import torch` for arm64, 10.0 runs it.
+QEMU_CRASH = "qemu: uncaught target signal"
+QEMU_TOO_OLD = (
+    "QEMU ran this, and an old one cannot import torch for arm64: Debian 12's 7.2 cannot, Debian 13's 10.0 "
+    "can. Use that one, or build on an arm64 machine."
+)
 CACHE_MOUNT = "exec.cachemount"
 PROXY_VARIABLES = tuple(
     spelled for name in ("http_proxy", "https_proxy", "no_proxy") for spelled in (name, name.upper())
@@ -142,9 +151,22 @@ class Engine:
     def run_python(self, image: str, script: str, seconds: int = 300) -> str:
         """Run a script in a throwaway container without network; return what it prints.
 
-        Raises StepFailed with the script's stderr where it fails or takes longer than ``seconds``.
+        An image for another platform than the engine's gets EMULATION times as long.
+        Raises StepFailed with the script's stderr where it fails or takes longer than that.
         """
-        command = [self.docker, "run", "--rm", "--interactive", "--network", "none", "--shm-size", "1g"]
+        if self.emulates(image):
+            seconds *= EMULATION
+        command = [
+            self.docker,
+            "run",
+            "--rm",
+            "--init",
+            "--interactive",
+            "--network",
+            "none",
+            "--shm-size",
+            "1g",
+        ]
         command += ["--label", "dev.trainyard.role=measure", "--entrypoint", "timeout", image]
         command += ["-k", "5", str(seconds), "python", "-"]
         done = subprocess.run(
@@ -153,8 +175,16 @@ class Engine:
         if done.returncode == 124:
             raise StepFailed(f"measuring {image} took longer than {seconds} s")
         if done.returncode:
-            raise StepFailed(f"measuring {image} failed:\n{done.stderr.strip()}")
+            words = done.stderr.strip()
+            if QEMU_CRASH in words:
+                words += "\n" + QEMU_TOO_OLD
+            raise StepFailed(f"measuring {image} failed:\n{words}")
         return done.stdout
+
+    def emulates(self, image: str) -> bool:
+        """Is the image for another CPU than the engine's own, so that QEMU runs what is in it?"""
+        found = self.image(image)
+        return found is not None and found.attrs["Architecture"] != self.client.version()["Arch"]
 
     def layers(self, image_id: str) -> list[dict[str, Any]]:
         """The layers that hold files, base first: size in bytes and what made them."""

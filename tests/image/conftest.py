@@ -160,7 +160,7 @@ def image(
                 row=row,
                 ref=ref,
                 client=found.client,
-                container=Container(raw),
+                container=Container(raw, engine.EMULATION if found.emulates(ref) else 1),
                 host=testinfra.get_host(f"docker://{raw.id}"),
                 gpus=gpus,
                 twin=twin,

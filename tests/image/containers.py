@@ -67,6 +67,7 @@ class Container:
     """A running container of an image under test."""
 
     raw: DockerContainer
+    patience: int = 1  # what time limits are multiplied by: emulated images need it
 
     def exec(
         self,
@@ -79,7 +80,7 @@ class Container:
     ) -> Ran:
         """Run a command (a string goes to ``sh -c``) for at most ``timeout`` seconds."""
         done = self.raw.exec_run(
-            limited(command, timeout),
+            limited(command, timeout * self.patience),
             user=user,
             environment=dict(env or {}),
             workdir=workdir,
@@ -143,12 +144,13 @@ class Image:
         """Another container of the image, with options of the Docker SDK (``network_mode``)."""
         raw = start(self.client, self.ref, self.gpus, self.twin, **options)
         try:
-            yield Container(raw)
+            yield Container(raw, self.container.patience)
         finally:
             raw.remove(force=True, v=True)
 
     def run_new(self, command: Command, *, timeout: int = 120, **options: Any) -> Ran:
         """``docker run IMAGE command`` in a container of its own, through the entrypoint."""
+        timeout *= self.container.patience
         raw = start(
             self.client, self.ref, self.gpus, self.twin, command=limited(command, timeout),
             **options,

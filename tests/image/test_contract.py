@@ -282,8 +282,17 @@ def test_caches_of_the_build_are_not_in_a_layer(image: Image) -> None:
 # -- packages ------------------------------------------------------------------------------
 
 
+#: The metadata in NVIDIA's arm64 wheel names the platform "sbsa", which is none that pip knows; its file
+#: name, by which it is installed, says aarch64.  Ends with a wheel that says the same in both places.
+SBSA = re.compile(r"nvidia-cusparselt-cu\d+ \S+ is not supported on this platform")
+
+
 def test_packages_agree_with_each_other(image: Image) -> None:
-    assert "No broken requirements" in image.exec("pip check").ok()
+    done = image.exec("pip check")
+    if image.row.arch == "arm64":
+        assert SBSA.fullmatch(done.out.strip()), "mended by NVIDIA? then this branch can go"
+    else:
+        assert "No broken requirements" in done.ok()
 
 
 EXTENSIONS = r"""

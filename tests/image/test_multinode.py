@@ -116,7 +116,7 @@ def started(image: Image, plan: Plan, **options: Any) -> Iterator[Cluster]:
                 image.client, image.ref, image.gpus, image.twin, mounts=mounts, hostname=node,
                 network=name, networking_config={name: aliases}, **options,
             )  # fmt: skip
-            nodes[node] = Container(raw)
+            nodes[node] = Container(raw, image.container.patience)
         nodes[NODES[0]].exec(f"chmod 1777 /shared; chown {USER} /shared").ok()
         hostfile = "".join(f"{node} slots={PER_NODE}\n" for node in NODES)
         nodes[NODES[0]].put(hostfile, "/shared/hostfile")

@@ -136,7 +136,7 @@ def test_without_a_command_and_input_there_is_a_hint(image: Image) -> None:
 def test_a_script_on_standard_input_is_run(image: Image) -> None:
     """``echo COMMAND | docker run -i IMAGE``."""
     done = subprocess.run(
-        ["docker", "run", "--rm", "-i", image.ref],
+        ["docker", "run", "--rm", "-i", "--platform", image.row.platform, image.ref],
         input="command -v python\nexit 5\n",
         capture_output=True, text=True, timeout=SECONDS, check=False,
     )  # fmt: skip
