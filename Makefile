@@ -6,6 +6,10 @@ TEST_MATRIX ?= cpu-pt213,cu121-pt29
 BUILD := .venv/bin/python build.py
 
 .DEFAULT_GOAL := help
+# From the environment, as in a workflow: registries want lower case, and a GitHub name may be Acme/Yard.
+ifeq ($(origin REGISTRY),environment)
+export REGISTRY := $(shell printf '%s' "$$REGISTRY" | tr '[:upper:]' '[:lower:]')
+endif
 .PHONY: help build test list explain lock render plan check unit e2e registry browser relock doctor jobs push
 .PHONY: nightly catalog bump clean clean-all engine-stop venv
 

@@ -21,7 +21,7 @@ MIN_ENGINE = (23, 0)  # the first whose built-in BuildKit knows COPY --link and 
 class EngineAddress:
     """Where the engine is and which client to use for it."""
 
-    host: str  # a value for DOCKER_HOST: unix:///... tcp://... ssh://...
+    host: str  # a value for DOCKER_HOST: unix:///... tcp://...
     private: bool
     client: Path  # a docker client that has buildx
 
@@ -99,6 +99,8 @@ def host_engine() -> EngineAddress | str:
     if client is None:
         return _no_client(candidates)
     host = named or _context_host(client)
+    if wrong := _unreachable(host, named, client):
+        return wrong
     info, reason = engine_info(client, os.environ)
     if not info:
         return f"The Docker engine at {host or 'the default address'} does not answer: {reason}"
@@ -118,6 +120,25 @@ def _no_client(candidates: Sequence[Path]) -> str:
         return "No docker client was found on PATH."
     names = ", ".join(map(str, candidates))
     return f"No docker client with buildx >= 0.13 was found (looked at {names})."
+
+
+def _unreachable(host: str, named: str, client: Path) -> str:
+    """Why we could not talk to an engine that the docker client itself can talk to; "" if we can."""
+    if host.startswith("ssh://"):
+        # the SDK wants paramiko for it: https://github.com/docker/docker-py/blob/7.1.0/docker/transport/sshconn.py
+        return (
+            f"The Docker engine is {host}, and ssh is not supported. Bring its socket here: "
+            f"ssh -nNT -L /tmp/docker.sock:/var/run/docker.sock {host.removeprefix('ssh://')} & "
+            "export DOCKER_HOST=unix:///tmp/docker.sock"
+        )
+    if not named and host.startswith("tcp://"):
+        done = ask([str(client), "context", "inspect", "--format", "{{json .TLSMaterial}}"])
+        if done.stdout.strip() not in ("", "{}", "null"):
+            return (
+                f"The Docker engine at {host} is a context with certificates of its own. Name it by "
+                f"variables: DOCKER_HOST={host} DOCKER_TLS_VERIFY=1 DOCKER_CERT_PATH=..."
+            )
+    return ""
 
 
 def _context_host(client: Path) -> str:

@@ -67,7 +67,8 @@ def _image(row: Row, root: Path, options: Options) -> dict[str, Any]:
         **_common(row, options, cache=row.id),
         "args": {**_args(row, options), "CONTENTS": contents},
         "labels": labels,
-        "tags": [f"{options.repository}:{row.id}"],
+        # Never the floating tag: nobody has measured or tested what comes out of this build.
+        "tags": [f"{options.repository}:{row.id}-untested-{contents}"],
         "attest": ["type=provenance,mode=max", "type=sbom"],
     }
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from trainyard import gate, manifest, mirrors
 from trainyard.engine import BuildRequest, Engine
-from trainyard.hostenv import find_ca, wheelhouse_dirs
+from trainyard.hostenv import find_ca, torch_wheels
 from trainyard.model import Row, StepFailed
 from trainyard.plan import CONTENTS_LABEL, Item
 
@@ -141,13 +141,7 @@ def _wheelhouse(row: Row, root: Path) -> dict[str, Path]:
     """
     if row.torch.on_pypi:
         return {}
-    wanted = f"torch-{row.torch.version}+{row.torch.build}-cp{row.python.replace('.', '')}-"
-    found = [
-        path
-        for folder in wheelhouse_dirs()
-        for path in folder.glob("torch-*.whl")
-        if path.name.replace("%2B", "+").startswith(wanted)
-    ]
+    found = torch_wheels(f"{row.torch.version}+{row.torch.build}", row.python)
     if not found:
         return {}
     picked = root / "out" / row.id / "wheelhouse"

@@ -6,6 +6,7 @@ Exit codes: 0 done, 1 a build, test or gate failed, 2 the input is wrong, 130 in
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 import signal
@@ -42,12 +43,14 @@ from trainyard import (
 )
 from trainyard.engine import LOST, Engine, connect
 from trainyard.facts import load_facts
-from trainyard.hostenv import host_arch, wheelhouse_dirs
+from trainyard.hostenv import host_arch
 from trainyard.model import InputError, Row, StepFailed
 from trainyard.plan import Item, check_generated
 from trainyard.plan import plan as make_plan
 
 ROOT = Path(__file__).resolve().parents[1]
+#: What ends one row, and none of the others where they are to go on.
+ROW_FAILED = (StepFailed, InputError, *LOST)
 
 out = Console(highlight=False, soft_wrap=True)
 err = Console(stderr=True, highlight=False, soft_wrap=True)
@@ -214,7 +217,7 @@ def lock_(
             out.print(f"{name}: stale: {escape(why)}")
         elif not check and (why or upgrade):
             say(f"{name}: locking ({why or 'newest versions'})")
-            lock.make(one, wheelhouse or wheelhouse_dirs(), upgrade=upgrade)
+            lock.make(one, wheelhouse, upgrade=upgrade)
     if check:
         out.print(f"{stale} stale" if stale else "all locks are current")
         sys.exit(1 if stale else 0)
@@ -235,7 +238,7 @@ def bump_(app: App, selection: tuple[str, ...], write: bool, json_: bool) -> Non
     for row in app.select(selection, default="all"):
         say(f"{row.id}: asking the index")
         newer = bump.releases(row, load_facts())
-        moved = bump.upgrade(lock.locks(row, ROOT / "images"), wheelhouse_dirs(), write)
+        moved = bump.upgrade(lock.locks(row, ROOT / "images"), (), write)
         report.append((row, newer, {path: changes for path, changes in moved.items() if changes}))
     if json_:
         click.echo(json.dumps([_bumped(*one) for one in report], indent=2))
@@ -323,6 +326,8 @@ def prepare(
 ) -> tuple[Engine, tuple[Item, ...]]:
     """What `plan`, `build` and `test` share: checks, an engine, bases, the plan."""
     check_generated(rows, ROOT)
+    for row in rows:
+        render.open_modes(row, ROOT, say)
     engine = connect(say)
     rows = _runnable(app, rows, engine)
     found = {
@@ -390,7 +395,7 @@ def build_(
     for item in items:
         try:
             build_one(engine, item)
-        except StepFailed as error:
+        except ROW_FAILED as error:
             failed.append(item.row.id)
             if not keep_going:
                 raise
@@ -468,11 +473,11 @@ def test_(
         try:
             build_one(engine, item)
             run_suite(engine, item, pytest_args)
-        except StepFailed as error:
+        except ROW_FAILED as error:
             failed.append(item.row.id)
-            complain(error)
             if not keep_going:
-                break
+                raise
+            complain(error)
     if failed:
         raise StepFailed(f"failed: {', '.join(failed)}")
 
@@ -580,6 +585,12 @@ def run() -> None:
     except click.ClickException as error:
         error.show()
         sys.exit(error.exit_code)
+    except BrokenPipeError:  # `build.py list | head`: whoever reads has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(1)
+    except OSError as error:
+        complain(StepFailed(f"{error.filename}: {error.strerror}" if error.filename else str(error)))
+        sys.exit(1)
     except (KeyboardInterrupt, click.Abort):
         err.print("[yellow]interrupted[/]: nothing was tagged; the same command goes on from here")
         sys.exit(130)

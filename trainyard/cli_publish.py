@@ -295,11 +295,15 @@ def verify_(
 def keygen_(folder: Path) -> None:
     """Make a key pair to sign with: cosign.key, encrypted with COSIGN_PASSWORD, and cosign.pub."""
     private, public = keys.generate(os.environ.get(keys.PASSWORD_VARIABLE, ""))
-    for name, body, mode in (("cosign.key", private, 0o600), ("cosign.pub", public, 0o644)):
-        path = folder / name
+    pair = ((folder / "cosign.key", private, 0o600), (folder / "cosign.pub", public, 0o644))
+    for path, _, _ in pair:
         if path.exists():
             raise InputError(f"{path} exists; keys are never overwritten")
+    try:
         folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InputError(f"{folder} cannot be used: {error.strerror}") from error
+    for path, body, mode in pair:
         path.touch(mode=mode)
         path.write_bytes(body)
         out.print(str(path))
@@ -347,9 +351,9 @@ def _measured(app: App, name: str, plain_http: bool) -> dict[str, Any]:
         return found
     path = Path(name)
     if path.exists():
-        found = manifest.read(path if path.is_dir() else path.parent)
-        if found is None:
-            raise InputError(f"{name}: no manifest that can be read")
+        found = manifest.read(path)
+        if found is None or "measured" not in found:
+            raise InputError(f"{name}: no manifest of an image that can be read")
         return found
     return attest.fetch_manifest(
         registries.connect(name, plain_http, say=say), registries.parse(name).version

@@ -448,6 +448,23 @@ def ops_exist(stack: Stack, facts: Facts) -> Iterator[Finding]:
             text = f'"{op}" is no op of DeepSpeed {stack.deepspeed} on {kind}'
             hint = did_you_mean(op, known)
             yield field, f"{field[0]}: {text}{hint}; accepted: {listed(known)}"
+    for number, op in enumerate(stack.ops or ()):
+        if op in (stack.ops or ())[:number]:
+            yield ("ops", number), f'ops: "{op}" is there twice; once is enough'
+        elif op in known and (why := known[op].unbuildable):
+            yield ("ops", number), f'ops: "{op}" cannot be built here: {why}'
+    wanted = wanted_ops(stack, facts)
+    at: tuple[Key, ...] = ("ops",) if stack.ops is not None else ("skip_ops",)
+    for op in wanted:
+        for other in known[op].with_ if op in known else ():
+            if other in known and other not in wanted:
+                place = ("skip_ops", other) if other in stack.skip_ops else at
+                yield (
+                    place,
+                    f'{place[0]}: DeepSpeed builds "{other}" along with "{op}"; take it too, or not "{op}"',
+                )
+    if not wanted:
+        yield at, f"{at[0]}: no op is left to build; an image without DeepSpeed is the -base variant"
     built = stack.ops if stack.ops is not None else default_ops(stack, facts, stack.deepspeed)
     for op in stack.skip_ops:
         if op in known and op not in built:

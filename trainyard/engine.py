@@ -27,6 +27,7 @@ from typing import IO, Any
 import docker
 from docker.errors import APIError, DockerException, ImageNotFound
 from docker.models.images import Image
+from docker.utils import kwargs_from_env
 from requests.exceptions import RequestException
 
 from trainyard import daemon
@@ -84,7 +85,8 @@ class Engine:
         self.address = address
         self.host = address.host
         self.docker = str(address.client)
-        self.client = docker.DockerClient(base_url=address.host, timeout=600)
+        settings = kwargs_from_env(environment=address.environ())  # TLS, where it is asked for
+        self.client = docker.DockerClient(**settings, timeout=600)
 
     @property
     def environment(self) -> dict[str, str]:
@@ -200,7 +202,7 @@ class Engine:
 
         Raises StepFailed where the builder does not answer.
         """
-        asked = self.cli("buildx", "inspect")
+        asked = self.cli("buildx", "inspect", "--bootstrap")  # a builder that sleeps names no platform
         found = re.search(r"^\s*Platforms:\s*(.+)$", asked.stdout, re.MULTILINE)
         if asked.returncode or not found:
             raise StepFailed(
@@ -211,7 +213,8 @@ class Engine:
     def free_bytes(self) -> int | None:
         """Free space where the engine keeps its data; None where that is another machine."""
         root = self.client.info().get("DockerRootDir", "")
-        return shutil.disk_usage(root).free if Path(root).is_dir() else None
+        here = self.host.startswith("unix://") and Path(root).is_dir()
+        return shutil.disk_usage(root).free if here else None
 
     def make_room(self, need: int, say: Say = silent) -> None:
         """See to it that a build that may take ``need`` bytes has them, at the cost of caches.

@@ -228,6 +228,8 @@ class Op(Strict):
     until: str | None = None
     default: bool = False
     twin: bool = False
+    with_: list[str] = Field(default_factory=list, alias="with")  # ops that DeepSpeed builds along
+    unbuildable: str | None = None  # why no image here can have it
 
     def in_version(self, deepspeed: str) -> bool:
         """Does this DeepSpeed have the op?"""

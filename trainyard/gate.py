@@ -16,6 +16,7 @@ def differences(row: Row, manifest: dict[str, Any]) -> list[str]:
         *_stack(row, measured),
         *_deepspeed(row, measured),
         *_contents(row, measured),
+        *_environment(manifest.get("config") or {}),
     ]
 
 
@@ -77,7 +78,13 @@ def _contents(row: Row, measured: dict[str, Any]) -> Iterator[str]:
         yield f"compilers in a runtime image: {', '.join(measured['compilers'])}"
     if row.has_devel and not measured["compilers"]:
         yield "no compiler in a -devel image"
-    leaked = [name for name in measured["environment"] if name.lower().endswith("_proxy")]
+
+
+def _environment(config: dict[str, Any]) -> Iterator[str]:
+    # The image's own, and not what a container has: the docker client adds the user's proxies there
+    # https://docs.docker.com/engine/cli/proxy/
+    names = [one.partition("=")[0] for one in config.get("Env") or ()]
+    leaked = [name for name in names if name.lower().endswith("_proxy")]
     if leaked:
         yield f"proxy settings in the image's environment: {', '.join(leaked)}"
 

@@ -125,6 +125,17 @@ def wheelhouse_dirs() -> tuple[Path, ...]:
     return tuple(found)
 
 
+def torch_wheels(version: str, python: str, folders: Sequence[Path] | None = None) -> list[Path]:
+    """The wheels of ``torch==VERSION`` (``2.6.0+cu124``) for a Python (``3.13``) in local folders."""
+    wanted = f"torch-{version}-cp{python.replace('.', '')}-"
+    return [
+        path
+        for folder in (wheelhouse_dirs() if folders is None else folders)
+        for path in sorted(folder.glob("torch-*.whl"))
+        if path.name.replace("%2B", "+").startswith(wanted)
+    ]
+
+
 def proxies(environ: Mapping[str, str] | None = None) -> dict[str, str]:
     """The proxy variables that are set, by lower-case name, without user names and passwords."""
     env = os.environ if environ is None else environ
@@ -132,5 +143,5 @@ def proxies(environ: Mapping[str, str] | None = None) -> dict[str, str]:
     for name in ("http_proxy", "https_proxy", "no_proxy"):
         value = env.get(name) or env.get(name.upper())
         if value:
-            found[name] = re.sub(r"//[^/@]*@", "//", value)
+            found[name] = value if name == "no_proxy" else re.sub(r"^([a-z0-9+.-]+://)?.*@", r"\1", value)
     return found

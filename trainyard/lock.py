@@ -16,7 +16,7 @@ from pathlib import Path
 from uv import find_uv_bin
 
 from trainyard import mirrors
-from trainyard.hostenv import find_ca, wheelhouse_dirs
+from trainyard.hostenv import find_ca, torch_wheels, wheelhouse_dirs
 from trainyard.model import Arch, Row, StepFailed
 
 #: pip stays in the image (people add packages), JupyterLab only with its feature.
@@ -182,7 +182,7 @@ def _resolve(lock: Lock, part: Path, wheelhouse: tuple[Path, ...], upgrade: bool
         limits = lock.path.with_suffix(".limits")
         limits.write_text("\n".join(lock.limits) + "\n")
         command += ["--constraints", str(limits)]
-    found = wheelhouse or wheelhouse_dirs()
+    found = wheelhouse or _wheelhouse(lock)
     if lock.index and found:
         command += [word for folder in found for word in ("--find-links", str(folder))]
     env = environment()
@@ -193,6 +193,12 @@ def _resolve(lock: Lock, part: Path, wheelhouse: tuple[Path, ...], upgrade: bool
     done = subprocess.run(command, input=text, text=True, capture_output=True, env=env)
     if done.returncode:
         raise StepFailed(f"{lock.path}: uv found no solution\n{done.stderr.strip()}")
+
+
+def _wheelhouse(lock: Lock) -> tuple[Path, ...]:
+    """This host's wheelhouses, if this lock's torch is in one: else the index must be asked."""
+    torch = next((one.partition("==")[2] for one in lock.requirements if one.startswith("torch==")), "")
+    return wheelhouse_dirs() if torch_wheels(torch, lock.python) else ()
 
 
 def _head(lock: Lock) -> str:

@@ -68,10 +68,10 @@ def write(manifest: dict[str, Any], folder: Path) -> Path:
     return part.rename(folder / FILE)
 
 
-def read(folder: Path) -> dict[str, Any] | None:
-    """The manifest in the folder; None where there is none that can be read."""
+def read(path: Path) -> dict[str, Any] | None:
+    """The manifest in a file or a folder; None where there is none that can be read."""
     try:
-        found = json.loads((folder / FILE).read_text())
+        found = json.loads((path / FILE if path.is_dir() else path).read_text())
     except (OSError, ValueError):
         return None
     return found if isinstance(found, dict) else None

@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import Literal
 
 from trainyard import archive, attest, catalog, manifest, publish, suites
-from trainyard.engine import Engine
-from trainyard.model import Row, StepFailed
-from trainyard.plan import CONTENTS_LABEL, Item
+from trainyard.engine import LOST, Engine
+from trainyard.model import InputError, Row, StepFailed
+from trainyard.plan import Item
 from trainyard.registry import Registry, utc
 
 Work = Literal["nothing", "publish", "test", "build"]
@@ -64,15 +64,17 @@ def _task(
 ) -> Task:
     if registry and item.why and _is_published(item, registry, max_age, now):
         return Task(item, "nothing", "published already from the same inputs")
+    built = {} if item.why else manifest.read(root / "out" / item.row.id) or {}
+    if registry and publish.is_rolled_back(registry, item.row.id, item.contents_id, built.get("image_id")):
+        return Task(item, "nothing", f"rolled back; until an input changes, or: push {item.row.id} --promote")
     if item.why:
         return Task(item, "build", item.why)
-    found = manifest.read(root / "out" / item.row.id) or {}
-    age = now - utc(found["built_at"])
+    age = now - utc(built["built_at"])
     if age > max_age:
         return Task(item, "build", f"{age.days} days old; packages of its distribution may have moved on")
     if not suites.has_passed(item, root, engine):
         return Task(item, "test", "not tested with this suite yet")
-    if registry and not _holds(registry, item.row.id, found["image_id"]):
+    if registry and not _holds(registry, item.row.id, built["image_id"]):
         return Task(item, "publish", "tested, but its tag in the registry is another image")
     return Task(item, "nothing", "up to date")
 
@@ -87,7 +89,7 @@ def _is_published(item: Item, registry: Registry, max_age: timedelta, now: datet
         return False
     said = found.json.get("annotations") or {}
     created = said.get(publish.CREATED)
-    same = said.get(CONTENTS_LABEL) == item.contents_id
+    same = said.get(publish.VERSION) == item.contents_id
     return bool(same and created and now - utc(created) <= max_age)
 
 
@@ -104,8 +106,10 @@ def carry_out(tasks: Sequence[Task], do: Callable[[Task], str | None]) -> tuple[
         if task.work != "nothing":
             try:
                 tag = do(task)
-            except StepFailed as error:
+            except (StepFailed, InputError) as error:  # InputError: a tool that this row needs is missing
                 failed = str(error)
+            except LOST as error:
+                failed = f"the engine does not answer: {error}"
         outcomes.append(Outcome(task.item.row.id, task.work, task.why, failed, tag))
     return tuple(outcomes)
 
@@ -136,6 +140,8 @@ def collect(registry: Registry, items: Sequence[Row], history: Path, nights: int
             night = history / row.id / f"{version.created:%Y%m%d}-{version.contents_id}"
             if not (night / manifest.FILE).exists():
                 files = attest.fetch(registry, version.digest)
+                if manifest.FILE not in files:
+                    continue  # copied here without what was attached to it: nothing can be said about it
                 night.mkdir(parents=True, exist_ok=True)
                 for name, body in sorted(files.items(), key=lambda one: one[0] == manifest.FILE):
                     archive.write(night / name, body)  # the manifest last: it says that all is there

@@ -51,7 +51,6 @@ def measure() -> dict[str, Any]:
         "pip": {d.metadata["Name"]: d.version for d in importlib.metadata.distributions()},
         "packages": {"pip": pip_details(), "apt": apt_details()},
         "files": sizes,
-        "environment": sorted(os.environ),
     }
 
 

@@ -45,7 +45,8 @@ from trainyard.registry import (
 )
 
 ID_LABEL = "dev.trainyard.id"
-CREATED = "org.opencontainers.image.created"
+CREATED = archive.TITLE + "created"
+VERSION = archive.TITLE + "version"  # the contents id
 LATEST = "latest"
 PUSHED = "pushed.json"
 TESTS = "tests.xml"
@@ -499,17 +500,37 @@ def history(registry: Registry, row_id: str, tags: Iterable[str] | None = None) 
 def rollback(registry: Registry, row_id: str, to: str | None = None, say: Say = silent) -> Promoted:
     """Point the floating tag at the build before the one it holds, or at the immutable tag ``to``.
 
-    ``latest`` goes along where it holds the same manifest.  Raises InputError where there is
-    nothing to go back to, StepFailed where a tag moved meanwhile.
+    ``latest`` goes along where it holds the same manifest.  What the tag held is marked first, so
+    that a nightly does not set it again; see :func:`is_rolled_back`.  Raises InputError where there
+    is nothing to go back to, StepFailed where a tag moved meanwhile.
     """
     before = look(registry, row_id, default=True)
     versions = history(registry, row_id)
     target = _target(registry, row_id, before[row_id], versions, to)
     fetched = registry.manifest(target.digest)
+    left = next((one for one in versions if one.digest == before[row_id]), None)
+    if left and target.created < left.created:
+        leaving = registry.manifest(left.digest)
+        registry.put_manifest(_rolled_back(row_id), leaving.body, leaving.media_type)
     along = before[row_id] is not None and before[LATEST] == before[row_id]
     moved = [_move(registry, tag, before[tag], fetched, say) for tag in _floating(row_id, along)]
     _read_back(registry, [one.tag for one in moved], target.digest)
     return Promoted(registry.name, row_id, target.digest, target.tag, tuple(moved))
+
+
+def _rolled_back(row_id: str) -> str:
+    """The tag on what the last rollback left: the registry is the only memory of that."""
+    return f"{row_id}-rolled-back"
+
+
+def is_rolled_back(registry: Registry, row_id: str, contents_id: str, image_id: str | None) -> bool:
+    """Was a build of these contents, or this very image, taken back, and nothing promoted since?"""
+    marked, held = registry.find(_rolled_back(row_id)), registry.find(row_id)
+    if marked is None or held is None or marked.digest == held.digest:
+        return False
+    contents = [(one.json.get("annotations") or {}).get(VERSION) for one in (marked, held)]
+    same_image = image_id is not None and (marked.json.get("config") or {}).get("digest") == image_id
+    return same_image or (contents[0] == contents_id and contents[1] != contents_id)
 
 
 def _target(

@@ -134,6 +134,8 @@ def parse(text: str) -> Reference:
         raise InputError(f"{text!r}: a reference has no scheme; leave out {text.split('://')[0]}://\n{shape}")
     found = _REFERENCE.fullmatch(text)
     host = found["host"] if found else ""
+    if not found and _REFERENCE.fullmatch(text.lower()):
+        raise InputError(f"{text!r}: a repository's name is all lower case: {text.lower()}")
     # Docker's own rule, which keeps "org/name" from being read as a host.
     if not found or not ("." in host or ":" in host or host == "localhost"):
         raise InputError(f"{text!r}: not a reference with a registry's host\n{shape}")

@@ -11,8 +11,9 @@ from pathlib import Path
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
+from trainyard.hostenv import Say, silent
 from trainyard.lock import locks, uv_lock
-from trainyard.model import Row
+from trainyard.model import InputError, Row
 
 #: What the `base` stage holds: Python, and the libraries that torch and the kernels load.
 BASE_PACKAGES = ("ca-certificates", "libgomp1", "python3", "tini")
@@ -116,6 +117,31 @@ def inputs(row: Row, root: Path) -> tuple[Path, ...]:
 def _files(folder: Path) -> list[Path]:
     """The files that reach a build: .dockerignore keeps Python's caches out."""
     return [path for path in folder.rglob("*") if path.is_file() and "__pycache__" not in path.parts]
+
+
+def open_modes(row: Row, root: Path, say: Say = silent) -> None:
+    """Let everybody read what goes into an image as it is.
+
+    COPY keeps modes, of folders too, and a checkout made under umask 077 has only the owner's: /etc and
+    /usr would be root's alone.  git keeps nothing of it but whether a file is executable.
+    https://github.com/moby/buildkit/issues/3602
+    Raises InputError with the command that mends it where we may not.
+    """
+    closed = {}
+    for part in rootfs_parts(row):
+        for path in (root / "rootfs" / part).rglob("*"):
+            mode = path.stat().st_mode
+            wanted = mode | 0o044 | (0o011 if mode & 0o100 else 0)
+            if mode != wanted:
+                closed[path] = wanted
+    if not closed:
+        return
+    say(f"rootfs/: made {len(closed)} files and folders readable for everybody, as images need them")
+    try:
+        for path, mode in closed.items():
+            path.chmod(mode)
+    except OSError as error:
+        raise InputError(f"{path}: not readable for everybody\nRun: chmod -R go=rX rootfs") from error
 
 
 def input_digests(row: Row, root: Path, base_digest: str) -> dict[str, str]:

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
+import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 
+from trainyard import manifest
 from trainyard.builder import build_twin
 from trainyard.engine import Engine
 from trainyard.hostenv import Say
@@ -19,6 +23,8 @@ from trainyard.plan import Item
 
 #: Written beside the report when a whole suite passed: which image, and which suite.
 PASSED = "tested.json"
+#: Seconds that an interrupted suite gets to remove its containers.
+CLEANUP = 60
 
 
 def twin(item: Item, root: Path, engine: Engine, on_step: Callable[[str], None]) -> Path | None:
@@ -33,27 +39,55 @@ def run(
 ) -> None:
     """Test one image; the report goes to ``out/<id>/tests.xml``.
 
-    Raises StepFailed where a test fails, or where no test ran.
+    Raises StepFailed where a test fails, where no test ran, or where the row's tag is not the image
+    that this checkout built.
     """
     row = item.row
     passed = root / "out" / row.id / PASSED
     passed.unlink(missing_ok=True)
+    image = engine.image(item.reference)
+    built = manifest.read(root / "out" / row.id) or {}
+    if image is None or image.id != built.get("image_id"):
+        raise StepFailed(
+            f"{row.id}: {item.reference} is not the image that was built here: another checkout built it "
+            "meanwhile\nThe same command builds it again."
+        )
     command = [sys.executable, "-m", "pytest", "tests/image", "--images", row.id]
+    command += ["--matrix", str(row.where.path.resolve())]
     command += ["--junitxml", str(root / "out" / row.id / "tests.xml"), "-p", "no:cacheprovider"]
     if twin:
         command += ["--twin", str(twin)]
     say(f"{row.id}: testing")
-    done = subprocess.run([*command, *pytest_args], cwd=root, env=engine.environment)
-    if done.returncode == 2:  # pytest was interrupted
-        raise KeyboardInterrupt
-    if done.returncode:
+    if _pytest([*command, *pytest_args], root, engine):
         raise StepFailed(f"{row.id}: image tests failed; report: out/{row.id}/tests.xml")
-    image = engine.image(item.reference)
-    if image and not pytest_args:  # a part of the suite proves nothing about the rest
+    if not pytest_args:  # a part of the suite proves nothing about the rest
         now = datetime.now(UTC).isoformat(timespec="seconds")
         passed.write_text(
             json.dumps({"image_id": image.id, "suite": suite_id(root), "passed_at": now}) + "\n"
         )
+
+
+def _pytest(command: Sequence[str], root: Path, engine: Engine) -> int:
+    """Run it; interrupted, it gets the time to take its containers away."""
+    # If we are killed with -9, the kernel tells it.
+    guard = ["setpriv", "--pdeathsig", "INT"] if shutil.which("setpriv") else []
+    process = subprocess.Popen(
+        [*guard, *command],
+        cwd=root,
+        env=engine.environment,
+        start_new_session=True,  # Ctrl-C reaches us first, and it once
+    )
+    try:
+        return process.wait()
+    except BaseException:
+        for number, seconds in ((signal.SIGINT, CLEANUP), (signal.SIGKILL, 5)):
+            with contextlib.suppress(ProcessLookupError):
+                # pytest alone at first: what its tests started is for its fixtures to end
+                (os.kill if number == signal.SIGINT else os.killpg)(process.pid, number)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(seconds)
+                break
+        raise
 
 
 def tools(row: Row) -> dict[str, str]:

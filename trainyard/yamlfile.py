@@ -167,7 +167,7 @@ def _plain(node: yaml.Node, path: Path, problems: list[Problem], above: tuple[ya
 def _scalar(node: yaml.Node) -> Any:
     try:
         return yaml.constructor.SafeConstructor().construct_object(node)
-    except (ValueError, yaml.YAMLError):
+    except (ValueError, LookupError, AttributeError, yaml.YAMLError):
         # Looks like a date or a tag but is none.  The schema refuses it, with the raw text.
         return object()
 

@@ -172,7 +172,10 @@ def image(
 
 def _selected(config: pytest.Config) -> str:
     """What was asked for beside this whole folder; empty where nothing was."""
-    parts = [config.getoption("keyword"), config.getoption("markexpr"), *(config.getoption("deselect") or ())]
+    parts = [config.getoption("keyword"), config.getoption("markexpr")]
+    for option in ("deselect", "ignore", "ignore_glob", "override_ini"):
+        parts += map(str, config.getoption(option) or ())
+    parts += [name for name in ("setuponly", "setupplan") if config.getoption(name)]
     folder = str(Path(__file__).parent.relative_to(config.rootpath))
     parts += [one for one in config.args if one.rstrip("/") not in (folder, str(Path(__file__).parent))]
     return " ".join(part for part in parts if part)

@@ -300,10 +300,18 @@ def test_rollback_goes_back_one_build_at_a_time(
         done = publish.rollback(registry, row.id)
         assert done.immutable == three[expected][1]
         assert registry.digest(row.id) == registry.digest("latest") == digests[expected]
+        left = registry.manifest(digests[expected + 1])
+        assert registry.digest(f"{row.id}-rolled-back") == left.digest
+        image_id, contents = left.json["config"]["digest"], left.json["annotations"][publish.VERSION]
+        assert publish.is_rolled_back(registry, row.id, contents, image_id)
     with pytest.raises(InputError, match="nothing is older"):
         publish.rollback(registry, row.id)
-    publish.rollback(registry, row.id, to=three[2][1])
+    publish.rollback(registry, row.id, to=three[2][1])  # forward: nothing was taken back
     assert registry.digest(row.id) == digests[2]
+    newest = registry.manifest(digests[2]).json
+    assert not publish.is_rolled_back(
+        registry, row.id, newest["annotations"][publish.VERSION], newest["config"]["digest"]
+    )
     with pytest.raises(InputError, match="is not an immutable tag"):
         publish.rollback(registry, row.id, to="latest")
 

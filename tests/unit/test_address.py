@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any, cast
 
+import docker
 import pytest
 
 from trainyard import address
+from trainyard.engine import Engine
 
 
 @pytest.mark.parametrize(
@@ -67,3 +70,40 @@ def test_the_private_engine_gets_nothing_of_the_users_docker_settings(
     assert not {"DOCKER_CONTEXT", "DOCKER_TLS_VERIFY"} & set(env)
     env = address.EngineAddress("tcp://x", private=False, client=Path("docker")).environ()
     assert env["BUILDX_BUILDER"] == env["DOCKER_TLS_VERIFY"] == "users"
+
+
+SSH = "ssh://me@build.example"
+
+
+@pytest.mark.parametrize(
+    ("host", "named", "material", "said"),
+    [
+        (SSH, SSH, "{}", "ssh -nNT -L"),
+        (SSH, "", "{}", "ssh is not supported"),
+        ("tcp://b:2376", "", '{"docker":["ca.pem"]}', "DOCKER_TLS_VERIFY=1"),
+        ("tcp://b:2376", "tcp://b:2376", '{"docker":["ca.pem"]}', ""),
+        ("tcp://b:2375", "", "{}", ""),
+        ("unix:///var/run/docker.sock", "", "{}", ""),
+    ],
+)
+def test_an_engine_that_only_the_client_could_reach_is_refused(
+    host: str, named: str, material: str, said: str, tmp_path: Path
+) -> None:
+    client = tmp_path / "docker"
+    client.write_text(f"#!/bin/sh\necho '{material}'\n")
+    client.chmod(0o755)
+    found = address._unreachable(host, named, client)
+    assert said in found
+    assert bool(found) == bool(said)
+
+
+def test_an_engine_behind_tls_is_spoken_to_over_tls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("ca", "cert", "key"):
+        (tmp_path / f"{name}.pem").touch()
+    monkeypatch.setenv("DOCKER_TLS_VERIFY", "1")
+    monkeypatch.setenv("DOCKER_CERT_PATH", str(tmp_path))
+    monkeypatch.setattr(docker, "DockerClient", lambda **settings: settings)
+    remote = Engine(address.EngineAddress("tcp://b:2376", private=False, client=Path("/usr/bin/docker")))
+    settings = cast(dict[str, Any], remote.client)
+    assert settings["base_url"] == "tcp://b:2376"
+    assert settings["tls"].cert == (str(tmp_path / "cert.pem"), str(tmp_path / "key.pem"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,9 @@ def test_every_row_is_a_target_of_the_default_group() -> None:
     for row in ROWS:
         target = found["target"][row.id]
         assert (ROOT / target["dockerfile"]).exists()
-        assert target["tags"] == [f"registry.example/org/trainyard:{row.id}"]
+        (tag,) = target["tags"]  # never the floating one: nobody has tested what comes out of it
+        untested = f"registry\\.example/org/trainyard:{re.escape(row.id)}-untested-[0-9a-f]{{16}}"
+        assert re.fullmatch(untested, tag)
 
 
 def test_variants_of_a_stack_share_one_target_of_kernels() -> None:

@@ -15,7 +15,7 @@ import pytest
 from click.testing import CliRunner
 from shipped import IDS, ROOT, ROWS
 
-from trainyard import cli, lock
+from trainyard import cli, lock, render
 from trainyard.lock import Lock
 from trainyard.model import StepFailed
 
@@ -329,3 +329,58 @@ def test_an_empty_selection_from_make_still_means_everything(monkeypatch: pytest
     monkeypatch.setattr(cli, "_readme", readme)
     CliRunner().invoke(cli.main, ["render", "--check", ""])
     assert asked == [True]
+
+
+def test_a_file_that_cannot_be_written_is_one_message(run: Run) -> None:
+    done = run("keygen", "/proc/no-such-folder")
+    assert done.code == 2
+    assert "/proc/no-such-folder cannot be used" in done.error
+
+
+def test_half_a_key_pair_is_not_made(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "cosign.pub").write_text("somebody's")
+    done = run("keygen", str(tmp_path))
+    assert (done.code, [path.name for path in tmp_path.iterdir()]) == (2, ["cosign.pub"])
+
+
+def test_whoever_reads_may_leave() -> None:
+    pipe = f"{sys.executable} build.py list all --json | head -n 1"
+    done = subprocess.run(["sh", "-c", pipe], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert (done.stdout, done.stderr) == ("[\n", "")
+
+
+def test_diff_compares_the_very_files_it_is_given(run: Run, tmp_path: Path) -> None:
+    shipped = json.loads((ROOT / "tests/unit/data/manifest-cpu-pt213.json").read_text())
+    (tmp_path / "after.json").write_text(json.dumps(shipped))
+    shipped["measured"]["python"] = "3.10.1"
+    (tmp_path / "before.json").write_text(json.dumps(shipped))
+    (tmp_path / "manifest.json").write_text(json.dumps(shipped))
+    done = run("diff", str(tmp_path / "before.json"), str(tmp_path / "after.json"))
+    assert "3.10.1" in done.out
+    (tmp_path / "other.json").write_text("{}")
+    assert "no manifest of an image" in run("diff", str(tmp_path / "other.json"), "cpu-pt213").error
+
+
+def test_what_bootstrap_says_is_not_taken_for_output() -> None:
+    """`make jobs >> $GITHUB_OUTPUT` is the first command on a fresh runner."""
+    script = (ROOT / "scripts/bootstrap").read_text()
+    printing = [line for line in script.splitlines() if line.strip().startswith("printf")]
+    assert printing
+    assert all(line.endswith(">&2") for line in printing)
+
+
+def test_a_checkout_made_under_a_strict_umask_gives_images_for_everybody(tmp_path: Path) -> None:
+    shutil.copytree(ROOT / "rootfs", tmp_path / "rootfs")
+    for path in (tmp_path / "rootfs").rglob("*"):
+        path.chmod(path.stat().st_mode & 0o700)
+    said: list[str] = []
+    row = next(row for row in ROWS if row.id == "cpu-pt213")
+    render.open_modes(row, tmp_path, said.append)
+    for part in render.rootfs_parts(row):
+        for path in (tmp_path / "rootfs" / part).rglob("*"):
+            same = (ROOT / path.relative_to(tmp_path)).stat().st_mode & 0o111
+            assert path.stat().st_mode & 0o044 == 0o044, path
+            assert path.stat().st_mode & 0o111 == same, path
+    assert len(said) == 1
+    render.open_modes(row, tmp_path, said.append)
+    assert len(said) == 1  # nothing is left to do

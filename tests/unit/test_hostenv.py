@@ -33,3 +33,7 @@ def test_find_links_may_hold_folders_file_addresses_and_web_addresses(
 def test_passwords_of_proxies_are_not_shown() -> None:
     env = {"HTTPS_PROXY": "http://me:secret@proxy:3128", "no_proxy": "localhost"}
     assert hostenv.proxies(env) == {"https_proxy": "http://proxy:3128", "no_proxy": "localhost"}
+    assert hostenv.proxies({"http_proxy": "me:secret@proxy:3128"}) == {"http_proxy": "proxy:3128"}
+    assert hostenv.proxies({"http_proxy": "http://me:sec@ret/@proxy:3128"}) == {
+        "http_proxy": "http://proxy:3128"
+    }

@@ -16,8 +16,9 @@ sys.path[:0] = [str(_ROOTFS / "common/opt/trainyard/lib"), str(_ROOTFS / "launch
 from trainyard_launch import agent, cli, command, network  # noqa: E402
 from trainyard_launch.command import Node, Script  # noqa: E402
 from trainyard_launch.errors import LaunchError  # noqa: E402
-from trainyard_launch.place import Rank  # noqa: E402
+from trainyard_launch.place import Rank, is_loopback  # noqa: E402
 from trainyard_launch.processes import Child, descendants  # noqa: E402
+from trainyard_node import facts  # noqa: E402
 
 TRAIN = Script("train.py", ("--lr", "1", "--nproc", "9"))
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
@@ -176,7 +177,51 @@ def test_the_environment_of_a_rank() -> None:
 def test_variables_that_are_set_besides(
     env: dict[str, str], nproc: int, cores: int, route: network.Route | None, expected: dict[str, str]
 ) -> None:
-    assert command.environment(env, nproc=nproc, cores=cores, route=route) == expected
+    assert command.environment(env, threads=max(1, cores // nproc), route=route) == expected
+
+
+@pytest.mark.parametrize(
+    ("env", "rank", "cores", "threads"),
+    [
+        ({}, Rank(0, 8, 0, 4), 16, 4),
+        ({}, Rank(0, 8, 0, 1, local_known=False), 16, None),
+        # a task's own cores are not divided again
+        ({"SLURM_STEP_ID": "0", "SLURM_CPUS_PER_TASK": "12"}, Rank(0, 8, 0, 8), 12, 12),
+        ({"SLURM_STEP_ID": "0", "SLURM_CPUS_PER_TASK": "12"}, Rank(0, 8, 0, 8), 96, 12),
+        ({"SLURM_STEP_ID": "0", "SLURM_CPUS_ON_NODE": "96"}, Rank(0, 8, 0, 8), 12, 12),
+        ({"SLURM_STEP_ID": "0", "SLURM_CPUS_ON_NODE": "96"}, Rank(0, 8, 0, 8), 96, 12),
+    ],
+)
+def test_threads_of_a_rank(env: dict[str, str], rank: Rank, cores: int, threads: int | None) -> None:
+    assert command.rank_threads(env, rank, cores) == threads
+
+
+@pytest.mark.parametrize(
+    ("visible", "nproc", "gpus", "expected"),
+    [
+        (None, 2, 4, ()),
+        ("all", 2, 4, ()),
+        ("0,1,2,3", 2, 4, ()),  # what DeepSpeed takes anyway
+        ("2,3", 2, 2, ("2", "3")),
+        ("3,2,1", 2, 3, ("3", "2")),
+        ("", 2, 0, ()),  # no GPU is wanted
+    ],
+)
+def test_deepspeeds_launcher_is_told_the_gpus_that_are_visible(
+    visible: str | None, nproc: int, gpus: int, expected: tuple[str, ...]
+) -> None:
+    assert command.devices(visible, nproc, gpus) == expected
+    assert command.device_problem(visible, nproc, gpus, nnodes=1) == ""
+    words = command.build(Node("deepspeed", TRAIN, (nproc,), master_port=1, devices=expected))
+    gpus_word = f"--include=localhost:{','.join(expected)}" if expected else f"--num_gpus={nproc}"
+    assert gpus_word in words
+
+
+@pytest.mark.parametrize(
+    ("visible", "nnodes"), [("2,3", 2), ("GPU-8d3f,GPU-11aa", 1), ("MIG-1,MIG-2", 1), ("3", 1)]
+)
+def test_gpus_that_deepspeeds_launcher_cannot_be_told(visible: str, nnodes: int) -> None:
+    assert "use --engine torchrun" in command.device_problem(visible, 2, 2, nnodes)
 
 
 def test_torchrun_does_not_see_its_arguments_twice() -> None:
@@ -204,14 +249,33 @@ def test_what_travels_to_other_hosts() -> None:
 
 
 def test_the_route_to_an_address_of_this_host_is_the_interface_that_has_it() -> None:
-    found = network.route("127.0.0.1", (("lo", "127.0.0.1"), ("eth0", "10.0.0.1")))
-    assert found == network.Route("127.0.0.1", "lo")
-    assert network.route("127.0.0.1", (("eth0", "10.0.0.1"),)) is None
+    own = facts.interfaces()
+    name, address = next((name, has) for name, has in own if not is_loopback(has) and ":" not in has)
+    assert network.route(address, own) == network.Route(address, name)
+    assert network.route(address, (("eth0", "10.0.0.1"),)) is None
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1", "127.0.1.1"])
+def test_no_route_to_the_others_is_lo(address: str) -> None:
+    """Debian's installer lets a host's own name mean 127.0.1.1, and that name may be the master's."""
+    found = network.route(address, facts.interfaces())
+    assert found is None or found.interface != "lo"
+    assert found == network.route(network.ANYWHERE, facts.interfaces())
 
 
 def test_a_name_that_nobody_knows() -> None:
     with pytest.raises(LaunchError, match="not known here"):
         network.resolve("no such host.invalid")
+
+
+def test_waiting_for_a_name_is_said_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(network, "QUIET", 0.0)
+    monkeypatch.setattr(time, "sleep", lambda _seconds: None)
+    said: list[str] = []
+    with pytest.raises(LaunchError, match="not known here"):
+        network.resolve("no such host.invalid", 0.3, said.append)
+    (text,) = said
+    assert text.startswith("waiting for no such host.invalid")
 
 
 def test_which_hosts_are_this_one() -> None:
@@ -268,6 +332,28 @@ def test_nothing_is_left_behind_even_of_what_ignores_signals_in_a_session_of_its
     child.end(signal.SIGTERM, hurry=lambda: hurry)
     assert time.monotonic() - started < (2 if hurry else 7)
     assert descendants() == []
+
+
+SAVES = """
+import signal, sys, time
+def save(*_):
+    print("asked", flush=True)
+    time.sleep(3)
+    print("saved", flush=True)
+    sys.exit(0)
+signal.signal(signal.SIGTERM, save)
+print("up", flush=True)
+time.sleep(60)
+"""
+
+
+def test_what_saves_a_checkpoint_is_asked_once_and_gets_its_time() -> None:
+    lines: list[str] = []
+    child = Child([sys.executable, "-c", SAVES], os.environ, lines.append, everything=True)
+    while "up" not in lines:
+        time.sleep(0.05)
+    child.end(signal.SIGTERM, patience=20)
+    assert lines == ["up", "asked", "saved"]
 
 
 def test_what_a_command_leaves_running_is_ended_after_it() -> None:

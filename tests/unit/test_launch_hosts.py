@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ _ROOTFS = Path(__file__).resolve().parents[2] / "rootfs"
 sys.path[:0] = [str(_ROOTFS / "common/opt/trainyard/lib"), str(_ROOTFS / "launch/opt/trainyard/lib")]
 
 from trainyard_launch import cli, fleet, hostfile, ssh  # noqa: E402
-from trainyard_launch.command import Script  # noqa: E402
+from trainyard_launch.command import Node, Script  # noqa: E402
 from trainyard_launch.errors import LaunchError  # noqa: E402
 from trainyard_launch.failure import Failure, Watch, unwrapped  # noqa: E402
 from trainyard_node import facts  # noqa: E402
@@ -134,6 +135,14 @@ def test_deepspeed_must_be_on_every_host() -> None:
     other = probe("node2", "10.0.0.2", deepspeed=False)
     assert problems(FIRST, other)[0] == []
     assert "node2: its image has no DeepSpeed" in problems(FIRST, other, engine="deepspeed")[0][0]
+
+
+def test_gpus_that_deepspeed_would_not_keep_are_named_with_their_host() -> None:
+    other = probe("node2", "10.0.0.2", gpus=2, devices="2,3")
+    wrong, code = problems(FIRST, other, engine="deepspeed", with_checks=False)
+    assert code == 2
+    assert any("node2" in text and "CUDA_VISIBLE_DEVICES=2,3" in text for text in wrong)
+    assert problems(FIRST, other, with_checks=False) == ([], 1)
 
 
 def test_checks_can_be_left_out() -> None:
@@ -282,6 +291,33 @@ def test_an_uncaught_exception_is_reported_before_the_launcher_ends() -> None:
 
 VICTIM = Failure(0, 1, "exit code 1, " + PEER, consequence=True)
 CULPRIT = Failure(3, 7, "exit code 7, ValueError: boom")
+
+
+AGENT = """
+import json, sys, time
+sys.stdin.readline()
+for number in range(30):
+    print(json.dumps({"event": "line", "text": str(number)}).replace('": ', '":'), flush=True)
+    print('{"event":"beat"}', flush=True)
+    time.sleep(0.1)
+print('{"event":"ended","code":0,"stopped":false}', flush=True)
+"""
+
+
+def test_who_reads_slowly_loses_no_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pager, Ctrl-S or a log on a slow disk: the hosts are heard all the same."""
+    printed: list[str] = []
+
+    def slow(text: str, **_options: Any) -> None:
+        time.sleep(2 if not printed else 0)
+        printed.append(text)
+
+    monkeypatch.setattr(fleet, "LOST_ALWAYS", 1.0)
+    monkeypatch.setattr(fleet, "print", slow, raising=False)
+    node = Node("torchrun", Script("train.py"), (1,))
+    run = fleet.Run([("node1", [sys.executable, "-c", AGENT], node)], {}, "/")
+    assert run.watch() == 0
+    assert printed == [f"node1 | {number}" for number in range(30)]
 
 
 def test_a_lost_host_is_the_cause_of_all_other_failures() -> None:

@@ -11,6 +11,7 @@ _ROOTFS = Path(__file__).resolve().parents[2] / "rootfs"
 sys.path[:0] = [str(_ROOTFS / "common/opt/trainyard/lib"), str(_ROOTFS / "launch/opt/trainyard/lib")]
 
 from trainyard_launch import slurm  # noqa: E402
+from trainyard_launch.command import rank_environment  # noqa: E402
 from trainyard_launch.errors import LaunchError  # noqa: E402
 from trainyard_launch.place import Flags, Place, Rank, detect  # noqa: E402
 
@@ -120,6 +121,21 @@ def test_a_process_that_becomes_a_rank(env: dict[str, str], name: str, rank: Ran
     assert (found.kind, found.name, found.rank, found.master_addr) == ("rank", name, rank, address)
 
 
+def test_how_many_ranks_a_node_has_is_not_invented() -> None:
+    ranks = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "m"}
+    found = detect(ranks, NO_FLAGS).rank
+    assert found is not None
+    assert not found.local_known
+    there = rank_environment(found, "m", 1)
+    assert not {"LOCAL_WORLD_SIZE", "LOCAL_SIZE"} & set(there)
+
+
+def test_a_service_called_master_does_not_give_the_port() -> None:
+    """Kubernetes gives every pod MASTER_PORT=tcp://... then."""
+    found = detect(INDEXED | {"MASTER_PORT": "tcp://10.96.12.3:29500"}, NO_FLAGS)
+    assert found.master_port == 29500
+
+
 def test_ranks_of_one_node_need_no_master_address() -> None:
     alone = {name: value for name, value in OPEN_MPI.items() if name != "MASTER_ADDR"}
     alone |= {"OMPI_COMM_WORLD_LOCAL_SIZE": "4", "OMPI_COMM_WORLD_LOCAL_RANK": "3"}
@@ -196,6 +212,20 @@ WRONG: list[tuple[dict[str, str], Flags, str]] = [
     (SLURM_RANKS, Flags(nproc=1), "--nproc 1, but Slurm"),
     ({"SLURM_JOB_ID": "7", "SLURM_NNODES": "2", "SLURM_PROCID": "0"}, NO_FLAGS, "srun launch"),
     ({"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0"}, NO_FLAGS, "not SLURM_PROCID and SLURM_LOCALID"),
+    # salloc's shell is a step of one task on the first node, with a number that no srun gets
+    (
+        SLURM_NODES
+        | {
+            "SLURM_STEP_ID": "4294967290",
+            "SLURM_STEP_NUM_NODES": "1",
+            "SLURM_STEP_NUM_TASKS": "1",
+            "SLURM_JOB_NUM_NODES": "2",
+        },
+        NO_FLAGS,
+        "batch script \\(or shell\\) of a Slurm job on 2 nodes",
+    ),
+    (OPEN_MPI | {"MASTER_ADDR": "localhost"}, NO_FLAGS, "the master address is localhost"),
+    (INDEXED | {"MASTER_ADDR": "127.0.1.1"}, NO_FLAGS, "the master address is 127.0.1.1"),
     (SLURM_NODES | {"SLURM_STEP_NUM_TASKS": "2"}, NO_FLAGS, "--ntasks-per-node=1"),
     (SLURM_NODES | {"SLURM_STEP_NODELIST": ""}, NO_FLAGS, "SLURM_STEP_NODELIST and SLURM_JOB_NODELIST"),
     (SLURM_NODES | {"SLURM_NODEID": "x"}, NO_FLAGS, "SLURM_NODEID=x is no whole number"),

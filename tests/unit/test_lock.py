@@ -365,3 +365,15 @@ def test_an_interrupted_make_leaves_the_old_lock_and_nothing_else(
         lock.make(one, (wheelhouse,))
     assert one.path.read_bytes() == before
     assert beside(one) == ["requirements.lock"]
+
+
+def test_a_wheelhouse_without_this_torch_does_not_hide_the_index(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path))
+    one = one_lock(tmp_path, "torch==2.13.0+cpu", "numpy")
+    (tmp_path / "torch-2.12.0+cpu-cp311-cp311-linux_x86_64.whl").touch()
+    (tmp_path / "torch-2.13.0+cpu-cp312-cp312-linux_x86_64.whl").touch()
+    assert lock._wheelhouse(one) == ()
+    (tmp_path / "torch-2.13.0%2Bcpu-cp311-cp311-linux_x86_64.whl").touch()
+    assert lock._wheelhouse(one) == (tmp_path,)

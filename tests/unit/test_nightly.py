@@ -9,16 +9,17 @@ from pathlib import Path
 from typing import Any, cast
 
 import pytest
+from docker.errors import DockerException
 from shipped import BY_ID
 
-from trainyard import nightly, suites
+from trainyard import archive, nightly, suites
 from trainyard.bases import BaseImage
 from trainyard.engine import Engine
-from trainyard.model import StepFailed
+from trainyard.model import InputError, StepFailed
 from trainyard.nightly import Outcome, Task
-from trainyard.plan import CONTENTS_LABEL, Item
+from trainyard.plan import Item
 from trainyard.publish import CREATED
-from trainyard.registry import Registry
+from trainyard.registry import Registry, canonical, sha256
 
 NOW = datetime(2026, 11, 30, 3, tzinfo=UTC)
 BASE = BaseImage("debian:bookworm-slim", "sha256:" + "1" * 64, "registry", "")
@@ -35,6 +36,10 @@ class Image:
 @dataclass
 class Found:
     json: dict[str, Any]
+
+    @property
+    def digest(self) -> str:
+        return sha256(canonical(self.json))
 
 
 @dataclass
@@ -57,8 +62,9 @@ class Docker:
 
 def published(image_id: str = IMAGE, contents: str = ITEM.contents_id, age: int = 1) -> Found:
     created = (NOW - timedelta(days=age)).isoformat()
-    about = {CREATED: created, CONTENTS_LABEL: contents}
-    return Found({"config": {"digest": image_id}, "annotations": about})
+    base = {"name": "debian:bookworm-slim", "digest": "sha256:" + "1" * 64}
+    built = {"id": "cpu-pt213", "built_at": created, "contents_id": contents, "base": base}
+    return Found({"config": {"digest": image_id}, "annotations": archive.describe(built, {})})
 
 
 @pytest.fixture
@@ -121,15 +127,34 @@ def test_a_runner_that_built_nothing_goes_by_what_is_published(tmp_path: Path) -
     assert planned(tmp_path, item, Repository()).work == "build"
 
 
-def test_a_row_that_fails_stops_no_other() -> None:
+def test_what_a_rollback_took_back_is_not_published_again(root: Path) -> None:
+    before = published(image_id="sha256:" + "b" * 64, contents="0" * 16, age=2)
+    tags = Repository({"cpu-pt213": before, "cpu-pt213-rolled-back": published()})
+    assert planned(root, registry=tags).work == "nothing"
+    assert "rolled back" in planned(root, registry=tags).why
+    # a runner that built nothing knows it by the inputs
+    assert planned(root, replace(ITEM, why="not built yet"), tags).work == "nothing"
+    # other inputs are another build, and so is what somebody promoted since
+    other = replace(ITEM, why="changed: the base image", inputs={"base": "2"})
+    assert planned(root, other, tags).work == "build"
+    again = Repository({"cpu-pt213": published(), "cpu-pt213-rolled-back": published()})
+    assert planned(root, registry=again).why == "up to date"
+    newer = Repository(
+        {"cpu-pt213": before, "cpu-pt213-rolled-back": published(contents="2" * 16, image_id="x")}
+    )
+    assert planned(root, registry=newer).work == "publish"
+
+
+@pytest.mark.parametrize("error", [StepFailed, InputError, DockerException])
+def test_a_row_that_fails_stops_no_other(error: type[Exception]) -> None:
     def do(task: Task) -> str:
         if task.item is ITEM:
-            raise StepFailed("op fused_adam did not compile")
+            raise error("op fused_adam did not compile")
         return "cpu-pt213-base-20261130-0123456789abcdef"
 
     tasks = [Task(ITEM, "build", "asked for"), Task(OTHER, "build", "asked for")]
     first, second = nightly.carry_out(tasks, do)
-    assert first.failed == "op fused_adam did not compile"
+    assert str(first.failed).endswith("op fused_adam did not compile")
     assert second.failed is None
     assert second.tag == "cpu-pt213-base-20261130-0123456789abcdef"
 

@@ -56,7 +56,6 @@ def test_a_reference_is_taken_apart(
         "acme/trainyard",
         "ghcr.io",
         "ghcr.io/",
-        "ghcr.io/Acme/x",
         "ghcr.io/a//b",
         "ghcr.io/a:",
         "a.b/c@sha256:1",
@@ -65,6 +64,11 @@ def test_a_reference_is_taken_apart(
 def test_what_is_no_reference_says_how_one_looks(text: str) -> None:
     with pytest.raises(InputError, match=r"A reference is HOST\[:PORT\]/ORG/NAME"):
         parse(text)
+
+
+def test_upper_case_is_named_and_mended() -> None:
+    with pytest.raises(InputError, match=r"all lower case: ghcr\.io/acme/x"):
+        parse("ghcr.io/Acme/x")
 
 
 def test_a_scheme_is_named() -> None:

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -15,6 +18,7 @@ from shipped import BY_ID, ROOT
 from trainyard import suites
 from trainyard.bases import BaseImage
 from trainyard.engine import Engine
+from trainyard.model import StepFailed
 from trainyard.plan import Item
 
 ROW = BY_ID["cpu-pt213"]
@@ -79,6 +83,72 @@ def test_another_suite_has_not_been_passed(change: Callable[[Path], object], roo
     passed(root)
     change(root)
     assert not has_passed(root)
+
+
+def measured(root: Path, image_id: str) -> None:
+    (root / "out" / ROW.id / "manifest.json").write_text(json.dumps({"image_id": image_id}))
+
+
+def run(root: Path, image: str, monkeypatch: pytest.MonkeyPatch, *pytest_args: str) -> list[str]:
+    """Run the suite with another program in pytest's place; return the command."""
+    seen: list[list[str]] = []
+
+    def pytest_program(command: Sequence[str], *_: object) -> int:
+        seen.append(list(command))
+        return 0
+
+    monkeypatch.setattr(suites, "_pytest", pytest_program)
+    suites.run(ITEM, root, cast(Engine, Tagged(image)), None, pytest_args, lambda _text: None)
+    return seen[0]
+
+
+def test_the_suite_tests_the_rows_of_the_matrix_that_was_asked_for(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    measured(root, "sha256:a")
+    command = run(root, "sha256:a", monkeypatch)
+    assert command[command.index("--matrix") + 1] == str(ROOT / "matrix.yaml")
+    assert has_passed(root)
+
+
+def test_an_image_of_another_checkout_is_not_tested(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    measured(root, "sha256:a")
+    with pytest.raises(StepFailed, match="another checkout built it"):
+        run(root, "sha256:b", monkeypatch)
+    assert not has_passed(root, "sha256:b")
+
+
+TIDY = """
+import signal, sys, time
+try:
+    print("up", flush=True)
+    time.sleep(60)
+except KeyboardInterrupt:
+    time.sleep(1)  # taking a container away
+    open(sys.argv[1], "w").write("tidy")
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupted_suite_may_take_its_containers_away(number: int, tmp_path: Path) -> None:
+    done = tmp_path / "done"
+    program = f"""
+import signal, sys
+from pathlib import Path
+from types import SimpleNamespace
+from trainyard import suites
+def stop(*_): raise KeyboardInterrupt
+signal.signal(signal.SIGTERM, stop)
+suites._pytest([sys.executable, "-c", {TIDY!r}, {str(done)!r}], Path("."), SimpleNamespace(environment=None))
+"""
+    process = subprocess.Popen(
+        [sys.executable, "-c", program], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == b"up\n"
+    process.send_signal(number)
+    process.communicate(timeout=30)
+    assert done.read_text() == "tidy"
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", "null", "not json"])

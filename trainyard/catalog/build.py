@@ -255,7 +255,8 @@ def _verify(entry: Entry, sources: Sources) -> list[Command]:
     reference = f"{sources.registry if published else sources.repository}:{entry.row.id}"
     label = f'{{{{index .Config.Labels "{CONTENTS_LABEL}"}}}}'
     signed = Command(
-        "Signature, digest, SBOM and manifest, as the registry has them",
+        "Signature, digest, SBOM and manifest, as the registry has them; where it was signed keyless, "
+        "--issuer and --identity instead of --key",
         f"python build.py verify {reference} --key cosign.pub",
     )
     return [

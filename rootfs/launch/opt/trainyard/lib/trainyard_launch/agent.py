@@ -17,7 +17,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 from trainyard_node import facts
@@ -47,6 +47,20 @@ class Speaker:
                     data = data[os.write(1, data) :]
             except OSError:
                 self.broken = True
+
+
+class Beats:
+    """Signs of life, one every :data:`BEAT` seconds however often it is asked for one."""
+
+    def __init__(self, speaker: Speaker) -> None:
+        self._speaker = speaker
+        self._last = 0.0
+
+    def tick(self) -> None:
+        """Send one if it is time."""
+        if time.monotonic() - self._last >= BEAT:
+            self._last = time.monotonic()
+            self._speaker.say("beat")
 
 
 class Lifeline:
@@ -109,6 +123,7 @@ def probe(job: dict[str, Any]) -> dict[str, Any]:
         "port": network.free_port(job["port"]),
         "other_port": network.free_port(),
         "connection": os.environ.get("SSH_CONNECTION", "").split(),
+        "devices": os.environ.get("CUDA_VISIBLE_DEVICES"),
     }
 
 
@@ -120,7 +135,9 @@ def run(job: dict[str, Any], speaker: Speaker, signals: Signals) -> int:
         env.pop(name)
     found = facts.collect(env, ask_driver=False)
     way = network.route(node.master_addr, found.interfaces) if len(node.slots) > 1 else None
-    env |= command.environment(env, nproc=node.nproc, cores=found.cores, route=way)
+    if node.engine == "deepspeed":
+        node = replace(node, devices=command.devices(env.get("CUDA_VISIBLE_DEVICES"), node.nproc, found.gpus))
+    env |= command.environment(env, threads=max(1, found.cores // node.nproc), route=way)
     watch = Watch(sum(node.slots[: node.node_rank]))
     failed = threading.Event()
 
@@ -138,16 +155,19 @@ def run(job: dict[str, Any], speaker: Speaker, signals: Signals) -> int:
         lifeline = Lifeline()
         child = Child(words, env, on_line, cwd=job["cwd"], everything=True, stdin=subprocess.DEVNULL)
         speaker.say("started", command=words)
-        beat = 0.0
+        beats = Beats(speaker)
+
+        def hurry() -> bool:
+            beats.tick()
+            return lifeline.kill or signals.again
+
         while (code := child.wait(0.1)) is None:
             if signals.first or lifeline.cut or speaker.broken:
                 number = signals.first or signal.SIGTERM
-                child.end(number, hurry=lambda: lifeline.kill or signals.again)
+                child.end(number, hurry=hurry, patience=job["grace"])
                 speaker.say("ended", code=128 + number, stopped=True)
                 return 0
-            if time.monotonic() - beat >= BEAT:
-                beat = time.monotonic()
-                speaker.say("beat")
+            beats.tick()
         child.finish()
         if code and not failed.is_set():
             say_failure(speaker, watch.failure(code))

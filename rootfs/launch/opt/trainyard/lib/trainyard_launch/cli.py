@@ -16,7 +16,9 @@ from trainyard_node import checks, facts
 from trainyard_launch import agent, command, fleet, hostfile, network, place, ssh
 from trainyard_launch.errors import FAILED, LaunchError
 from trainyard_launch.failure import Watch, unwrapped
-from trainyard_launch.processes import Child, Signals
+from trainyard_launch.processes import PATIENCE, Child, Signals
+
+RENDEZVOUS = 600.0  # seconds for the other nodes to appear, as torch waits for them
 
 EXAMPLES = """examples:
   launch train.py --lr 1e-4                    this node: one rank for each GPU, one on the CPU
@@ -58,6 +60,7 @@ class Options:
     dry_run: bool
     checks: bool
     ssh_port: int | None
+    grace: float  # seconds
     export: tuple[str, ...]
     script: command.Script
 
@@ -87,6 +90,8 @@ def parser() -> argparse.ArgumentParser:
     )
     made.add_argument("--export", action="append", default=[], metavar="NAME[,NAME]",
                       help="more variables for every host of a hostfile")  # fmt: skip
+    made.add_argument("--grace", type=_at_least(0), metavar="SECONDS", default=PATIENCE,
+                      help=f"for ranks to end after a signal, say to save ({PATIENCE:.0f})")  # fmt: skip
     made.add_argument("-m", dest="module", metavar="MODULE", help="run a module instead of a file")
     return made
 
@@ -156,6 +161,7 @@ def parse(argv: Sequence[str]) -> Options:
         dry_run=read.dry_run,
         checks=not read.no_checks,
         ssh_port=read.ssh_port,
+        grace=read.grace,
         export=tuple(names),
         script=command.Script(script, tuple(rest), module),
     )
@@ -192,6 +198,11 @@ def run_here(options: Options, where: place.Place) -> int:
     findings = checks.check(found, ranks=nproc, bound=where.kind == "rank") if options.checks else []
     node = None
     if where.kind == "node":
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+        gpus = command.devices(visible, nproc, found.gpus)
+        problem = command.device_problem(visible, nproc, found.gpus, where.nnodes)
+        if problem and options.engine == "deepspeed":
+            raise LaunchError(problem)
         port = where.master_port or network.free_port() or place.DEFAULT_PORT
         slots = (nproc,) * where.nnodes
         node = command.Node(
@@ -202,12 +213,16 @@ def run_here(options: Options, where: place.Place) -> int:
             master_addr=where.master_addr,
             master_port=port,
             elastic=where.elastic,
+            devices=gpus if options.engine == "deepspeed" else (),
         )
     if not options.dry_run:
         report(findings, "")
         refuse(findings)
     route = master_route(where, found, wait=not options.dry_run)
-    added = command.environment(os.environ, nproc=nproc, cores=found.cores, route=route)
+    threads: int | None = max(1, found.cores // nproc)
+    if where.rank is not None:
+        threads = command.rank_threads(os.environ, where.rank, found.cores)
+    added = command.environment(os.environ, threads=threads, route=route)
     if node is None:
         assert where.rank is not None
         assert where.master_port is not None
@@ -225,7 +240,7 @@ def run_here(options: Options, where: place.Place) -> int:
         elif where.nnodes > 1 and not where.elastic:
             print(f"nodes:   {where.nnodes}, this is number {where.node_rank}; "
                   f"master {where.master_addr}:{where.master_port}")  # fmt: skip
-        if where.nnodes > 1 and route is None and where.master_addr not in place.LOOPBACK:
+        if where.nnodes > 1 and route is None and not place.is_loopback(where.master_addr):
             print(f"network: {where.master_addr} is not known here (yet), so no interface is chosen")
         if node is not None and options.engine == "deepspeed" and len(node.slots) > 1:
             print("HOSTFILE: " + "; ".join(command.deepspeed_hosts(node).splitlines()))
@@ -238,7 +253,7 @@ def run_here(options: Options, where: place.Place) -> int:
         sys.stdout.flush()
         os.execve(words[0], words, env)
     assert node is not None
-    return supervise(node, env)
+    return supervise(node, env, options.grace)
 
 
 def ranks_here(options: Options, where: place.Place, found: facts.Facts) -> tuple[int, str]:
@@ -276,12 +291,12 @@ def require_deepspeed(where: place.Place) -> None:
 
 def master_route(where: place.Place, found: facts.Facts, *, wait: bool) -> network.Route | None:
     """How this node reaches the master, where there is one on another node."""
-    if where.nnodes < 2 or where.master_addr in ("", *place.LOOPBACK):
+    if where.nnodes < 2 or not where.master_addr:
         return None
     if all(os.environ.get(name) for name in network.VARIABLES):
         return None  # the user knows
     try:
-        address = network.resolve(where.master_addr, patience=60 if wait else 0)
+        address = network.resolve(where.master_addr, RENDEZVOUS if wait else 0, _say)
     except LaunchError:
         if wait:
             raise
@@ -289,7 +304,11 @@ def master_route(where: place.Place, found: facts.Facts, *, wait: bool) -> netwo
     return network.route(address, found.interfaces)
 
 
-def supervise(node: command.Node, env: Mapping[str, str]) -> int:
+def _say(text: str) -> None:
+    print(f"launch: {text}", file=sys.stderr, flush=True)
+
+
+def supervise(node: command.Node, env: Mapping[str, str], grace: float) -> int:
     """Run the launcher of this node's ranks, and leave nothing behind."""
     import tempfile
 
@@ -303,7 +322,7 @@ def supervise(node: command.Node, env: Mapping[str, str]) -> int:
         child = Child(words, env, watch.line, stdin=stdin, raw=2)
         while (code := child.wait(0.1)) is None:
             if signals.first:
-                child.end(signals.first, hurry=lambda: signals.again)
+                child.end(signals.first, hurry=lambda: signals.again, patience=grace)
                 return 128 + signals.first
         child.finish()
     if code == 0:
@@ -365,10 +384,11 @@ def run_hosts(options: Options, where: place.Place) -> int:
                 way = [way for way in probe.routes.values() if way[0] == address]
                 interface = probe.interface(address) or (way[0][1] if way else "")
                 route = network.Route(address, interface) if interface else None
-            added = command.environment(env, nproc=node.nproc, cores=probe.facts.cores, route=route)
+            threads = max(1, probe.facts.cores // node.nproc)
+            added = command.environment(env, threads=threads, route=route)
             print_command("  ", {**env, **added}, [], command.build(node, "HOSTFILE"))
         return 0
-    return fleet.Run(nodes, env, cwd).watch()
+    return fleet.Run(nodes, env, cwd, options.grace).watch()
 
 
 def slots_of(

@@ -37,6 +37,7 @@ class Node:
     master_addr: str = ""
     master_port: int = 0
     elastic: bool = False
+    devices: tuple[str, ...] = ()  # GPUs that DeepSpeed's launcher must name; none: 0 to nproc - 1
 
     @property
     def nproc(self) -> int:
@@ -71,7 +72,8 @@ def _deepspeed(node: Node, hostfile: str) -> list[str]:
     command = [sys.executable, "-m", "deepspeed.launcher.runner"]
     if len(node.slots) == 1:
         # /dev/null is no regular file, so no hostfile, and not /job/hostfile either, is read
-        command += ["--hostfile=/dev/null", f"--num_gpus={node.nproc}", f"--master_port={node.master_port}"]
+        gpus = f"--include=localhost:{','.join(node.devices)}" if node.devices else f"--num_gpus={node.nproc}"
+        command += ["--hostfile=/dev/null", gpus, f"--master_port={node.master_port}"]
     else:
         command += [
             f"--hostfile={hostfile}",
@@ -82,6 +84,29 @@ def _deepspeed(node: Node, hostfile: str) -> list[str]:
         ]
     module = ["--module"] if node.script.module else []
     return [*command, *module, node.script.name, *node.script.arguments]
+
+
+def devices(visible: str | None, nproc: int, gpus: int) -> tuple[str, ...]:
+    """What CUDA_VISIBLE_DEVICES gives to ``nproc`` ranks; none where it says nothing special.
+
+    DeepSpeed's launcher throws that variable away and gives its ranks GPUs 0 to N-1:
+    https://github.com/deepspeedai/DeepSpeed/blob/v0.19.8/deepspeed/launcher/runner.py#L449
+    """
+    if visible is None or visible == "all" or not gpus:
+        return ()
+    chosen = tuple(entry.strip() for entry in visible.split(","))[:nproc]
+    return () if chosen == tuple(map(str, range(nproc))) else chosen
+
+
+def device_problem(visible: str | None, nproc: int, gpus: int, nnodes: int) -> str:
+    """Why DeepSpeed's launcher cannot use the GPUs that CUDA_VISIBLE_DEVICES names, or ``""``."""
+    chosen = devices(visible, nproc, gpus)
+    if not chosen or (nnodes == 1 and len(chosen) == nproc and all(entry.isdigit() for entry in chosen)):
+        return ""
+    return (
+        f"--engine deepspeed would ignore CUDA_VISIBLE_DEVICES={visible} and take GPUs 0 to {nproc - 1}; "
+        "use --engine torchrun"
+    )
 
 
 def deepspeed_hosts(node: Node) -> str:
@@ -97,22 +122,38 @@ def rank_command(script: Script) -> list[str]:
 
 def rank_environment(rank: Rank, master_addr: str, master_port: int) -> dict[str, str]:
     """What ``torch.distributed`` reads, for a process that is a rank itself."""
-    return {
+    found = {
         "RANK": str(rank.rank),
         "WORLD_SIZE": str(rank.world_size),
         "LOCAL_RANK": str(rank.local_rank),
-        "LOCAL_WORLD_SIZE": str(rank.local_world_size),
-        "LOCAL_SIZE": str(rank.local_world_size),  # the name that DeepSpeed's launcher uses
         "MASTER_ADDR": master_addr,
         "MASTER_PORT": str(master_port),
     }
+    if rank.local_known:  # LOCAL_SIZE is the name that DeepSpeed's launcher uses
+        found |= dict.fromkeys(("LOCAL_WORLD_SIZE", "LOCAL_SIZE"), str(rank.local_world_size))
+    return found
+
+
+def rank_threads(env: Mapping[str, str], rank: Rank, cores: int) -> int | None:
+    """Threads for a process that is a rank itself; None where nothing says how many share the cores.
+
+    Slurm may have bound the task to cores of its own, which are not to be divided again.
+    """
+    for name in ("SLURM_CPUS_PER_TASK", "SLURM_CPUS_ON_NODE"):
+        if env.get(name, "").isdigit() and env.get("SLURM_STEP_ID"):
+            number = int(env[name])
+            if name == "SLURM_CPUS_PER_TASK":
+                return max(1, min(number, cores))
+            if cores < number:
+                return cores
+    return max(1, cores // rank.local_world_size) if rank.local_known else None
 
 
 def environment(
-    env: Mapping[str, str], *, nproc: int, cores: int, route: network.Route | None
+    env: Mapping[str, str], *, threads: int | None, route: network.Route | None
 ) -> dict[str, str]:
     """Variables to set besides: threads, and on several nodes the interface; the user's stay."""
-    wanted = {"OMP_NUM_THREADS": str(max(1, cores // nproc))}
+    wanted = {"OMP_NUM_THREADS": str(threads)} if threads else {}
     if route is not None:
         wanted |= dict.fromkeys(network.VARIABLES, route.interface)
     return {name: value for name, value in wanted.items() if not env.get(name)}

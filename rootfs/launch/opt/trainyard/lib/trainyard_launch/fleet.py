@@ -22,15 +22,15 @@ from trainyard_launch.agent import BEAT, job_node
 from trainyard_launch.errors import BAD_INPUT, FAILED, LaunchError
 from trainyard_launch.failure import Failure
 from trainyard_launch.hostfile import Host
-from trainyard_launch.place import DEFAULT_PORT
-from trainyard_launch.processes import Signals
+from trainyard_launch.place import DEFAULT_PORT, is_loopback
+from trainyard_launch.processes import PATIENCE, Signals
 
 PROBE_PATIENCE = 20.0  # seconds for a host to answer; ssh itself gives up after 5
 LOST_AFTER = 4 * BEAT + 0.5  # seconds without a sign of life, once something is wrong
 LOST_ALWAYS = 15.0  # seconds without one, when nothing else is; ssh notices after 6 to 8
 SETTLE = 1.5  # seconds in which a failure that came first may still arrive second
 GRACE = 8.0  # seconds at most to find out whether a host was lost
-ENDING = 7.0  # seconds for the agents to end their ranks
+ENDING = 3.0  # seconds for the agents to end their ranks, beside what the ranks themselves may take
 TICK = 2.0  # seconds between two signs of life from here
 
 
@@ -52,6 +52,7 @@ class Probe:
     port: int | None = None
     other_port: int | None = None
     connection: Sequence[str] = ()
+    devices: str | None = None  # its CUDA_VISIBLE_DEVICES
 
     def addresses(self) -> set[str]:
         """Its addresses that others may reach."""
@@ -62,11 +63,6 @@ class Probe:
         """The interface that has an address, or ``""``."""
         found = self.facts.interfaces if self.facts else ()
         return next((name for name, has in found if has == address), "")
-
-
-def is_loopback(address: str) -> bool:
-    """Does an address never leave its host?"""
-    return address.startswith("127.") or address == "::1"
 
 
 def probe_all(
@@ -153,6 +149,11 @@ def problems(
             code = BAD_INPUT
         if engine == "deepspeed" and not probe.deepspeed:
             wrong.append(f"{probe.host}: its image has no DeepSpeed; use --engine torchrun")
+            code = BAD_INPUT
+        elif engine == "deepspeed" and (
+            problem := command.device_problem(probe.devices, slots[probe.host], probe.facts.gpus, len(probes))
+        ):
+            wrong.append(f"{probe.host}: {problem}")
             code = BAD_INPUT
         if not with_checks:
             continue
@@ -252,13 +253,20 @@ class Run:
     """All hosts of a run, from the start to the end of the last rank."""
 
     def __init__(
-        self, nodes: Sequence[tuple[str, list[str], command.Node]], env: Mapping[str, str], cwd: str
+        self,
+        nodes: Sequence[tuple[str, list[str], command.Node]],
+        env: Mapping[str, str],
+        cwd: str,
+        grace: float = PATIENCE,
     ):
+        self.grace = grace
         self.events: queue.Queue[tuple[int, dict[str, Any] | None]] = queue.Queue()
         self.signals = Signals()
         self.failures: dict[int, Failure] = {}  # by host, in the order in which they came
         self.workers: list[Worker] = []
-        self._printing = threading.Lock()
+        self._lines: queue.SimpleQueue[str | None] = queue.SimpleQueue()
+        self._writer = threading.Thread(target=self._write, daemon=True)
+        self._writer.start()
         width = max(len(name) for name, _words, _node in nodes)
         for index, (name, words, node) in enumerate(nodes):
             # ssh must not die of the terminal's Ctrl-C: the agents need it to say goodbye
@@ -268,7 +276,7 @@ class Run:
             )  # fmt: skip
             worker = Worker(name, process, time.monotonic())
             self.workers.append(worker)
-            job = {"mode": "run", "node": job_node(node), "env": dict(env), "cwd": cwd}
+            job = {"mode": "run", "node": job_node(node), "env": dict(env), "cwd": cwd, "grace": grace}
             worker.send(json.dumps(job).encode() + b"\n")
             prefix = f"{name:<{width}} | "
             for target in (self._read_events, self._read_errors):
@@ -296,11 +304,27 @@ class Run:
             self._print(prefix + text)
 
     def _print(self, text: str) -> None:
-        with self._printing:
+        self._lines.put(text)
+
+    def _write(self) -> None:
+        """Print what came, in a thread of its own.
+
+        Whoever reads our output may stop for a while (a pager, Ctrl-S, a log on a slow disk).  That
+        must not keep anybody from hearing the hosts, which would then look lost.
+        """
+        while (text := self._lines.get()) is not None:
             try:
                 print(text, flush=True)
             except OSError:
                 self.signals.received.append(signal.SIGTERM)  # nobody reads: head has what it wanted
+                return
+
+    def _flush(self) -> None:
+        """Wait until all is printed; not for a reader that stopped, once somebody wants to leave."""
+        self._lines.put(None)
+        while self._writer.is_alive() and not self.signals.first:
+            self._writer.join(0.1)
+        self._writer.join(1.0)
 
     def _take(self, seconds: float) -> None:
         """Take in what comes within some time."""
@@ -344,6 +368,7 @@ class Run:
             if self.failures or self.lost(LOST_ALWAYS) or any(worker.ended for worker in self.workers):
                 break
         else:
+            self._flush()
             return 0
         return self._failed(time.monotonic())
 
@@ -378,7 +403,7 @@ class Run:
     def end(self) -> None:
         """End the ranks of every host; bounded, whatever the hosts do."""
         asked = len(self.signals.received)
-        deadline = time.monotonic() + ENDING
+        deadline = time.monotonic() + self.grace + ENDING
         for worker in self.workers:
             worker.cut()
         while any(worker.open for worker in self.workers) and time.monotonic() < deadline:
@@ -394,7 +419,7 @@ class Run:
         for worker in self.workers:
             if worker.process.poll() is None:
                 worker.process.kill()
-        sys.stdout.flush()
+        self._flush()
 
 
 def verdict(

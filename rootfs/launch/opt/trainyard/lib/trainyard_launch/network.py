@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from trainyard_launch.errors import FAILED, LaunchError
+from trainyard_launch.place import is_loopback
 
 VARIABLES = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")
+QUIET = 5.0  # seconds to wait for a name before saying so
+ANYWHERE = "192.0.2.1"  # RFC 5737: an address of nobody, for which the default route is taken
 
 
 @dataclass(frozen=True)
@@ -24,12 +27,15 @@ class Route:
     interface: str
 
 
-def resolve(name: str, patience: float = 0.0) -> str:
+def resolve(name: str, patience: float = 0.0, say: Callable[[str], object] = lambda _text: None) -> str:
     """The address of a host, waiting up to ``patience`` seconds for a name to appear.
 
-    A headless service of Kubernetes has no record before its pod runs.
+    A headless service of Kubernetes has no record before its pod runs.  ``say`` is told once that
+    this waits.
     """
-    deadline = time.monotonic() + patience
+    began = time.monotonic()
+    deadline = began + patience
+    told = False
     while True:
         try:
             found = socket.getaddrinfo(name, None, proto=socket.IPPROTO_TCP)
@@ -40,9 +46,13 @@ def resolve(name: str, patience: float = 0.0) -> str:
                 raise LaunchError(
                     f"{message}. Give an IP address, or make the name resolve", FAILED
                 ) from None
+            if not told and time.monotonic() - began > QUIET:
+                told = True
+                say(f"waiting for {name}: the name is not known here yet (up to {patience:.0f} s)")
             time.sleep(1)
             continue
-        found.sort(key=lambda entry: entry[0] != socket.AF_INET)  # IPv4 first, as gloo takes it
+        # What others can reach first, then IPv4, as gloo takes it
+        found.sort(key=lambda entry: (is_loopback(str(entry[4][0])), entry[0] != socket.AF_INET))
         return str(found[0][4][0])
 
 
@@ -51,7 +61,11 @@ def route(address: str, interfaces: Sequence[tuple[str, str]]) -> Route | None:
 
     On the node that has the address, the kernel answers with the address itself (although the
     packets would pass through ``lo``), so the interface found is the one the others come in by.
+    Where the address itself is a loopback one (Debian's installer gives a host's own name
+    127.0.1.1), nobody else comes in by that: the default route's interface is taken.
     """
+    if is_loopback(address):
+        address = ANYWHERE
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     try:
         with socket.socket(family, socket.SOCK_DGRAM) as probe:
@@ -60,7 +74,7 @@ def route(address: str, interfaces: Sequence[tuple[str, str]]) -> Route | None:
     except OSError:
         return None
     for name, has in interfaces:
-        if has == own:
+        if has == own and not is_loopback(has):
             return Route(own, name)
     return None
 
@@ -80,7 +94,7 @@ def free_port(wanted: int | None = None) -> int | None:
 def is_here(host: str, own_name: str, interfaces: Sequence[tuple[str, str]]) -> bool:
     """Is this host the machine we run on?  Unknown names are somewhere else."""
     host = host.rpartition("@")[2]
-    if host in ("localhost", "127.0.0.1", "::1", own_name):
+    if host == own_name or is_loopback(host):
         return True
     addresses = {address for _name, address in interfaces}
     try:

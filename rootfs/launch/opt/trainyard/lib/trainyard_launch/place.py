@@ -28,7 +28,11 @@ from trainyard_launch.errors import LaunchError
 
 DEFAULT_HOSTFILE = "/job/hostfile"
 DEFAULT_PORT = 29500
-LOOPBACK = ("localhost", "127.0.0.1", "::1")
+
+
+def is_loopback(address: str) -> bool:
+    """Does an address (or name) never leave its host?"""
+    return address in ("localhost", "::1") or address.startswith("127.")
 
 
 @dataclass(frozen=True)
@@ -51,6 +55,7 @@ class Rank:
     world_size: int
     local_rank: int
     local_world_size: int
+    local_known: bool = True  # else ``local_world_size`` is only what is known to be there
 
 
 @dataclass(frozen=True)
@@ -91,7 +96,7 @@ def detect(env: Mapping[str, str], flags: Flags, *, job_hostfile: bool = False) 
         return Place("hostfile over ssh", why, kind="hosts", hostfile=DEFAULT_HOSTFILE,
                      master_addr=flags.master_addr or "", master_port=flags.master_port)  # fmt: skip
     master = env.get("MASTER_ADDR", "")
-    if master and master not in LOOPBACK:
+    if master and not is_loopback(master):
         raise LaunchError(
             f"MASTER_ADDR={master} is set, but nothing says how many nodes there are: set NNODES and "
             "NODE_RANK (or --nnodes and --node-rank), or --nnodes 1 for this node alone"
@@ -168,8 +173,10 @@ def _rank_already(env: Mapping[str, str]) -> Place | None:
     rank, local_rank, world = (_integer(env, name) for name in names)
     local_world = _integer(env, "LOCAL_WORLD_SIZE") if env.get("LOCAL_WORLD_SIZE") else 0
     why = f"RANK={rank}, LOCAL_RANK={local_rank} and WORLD_SIZE={world} are set"
-    return _one_rank("a rank already", why, Rank(rank, world, local_rank, local_world or local_rank + 1), env,
-                     alone=world == 1, remedy="export MASTER_ADDR and MASTER_PORT")  # fmt: skip
+    numbers = Rank(rank, world, local_rank, local_world or local_rank + 1, local_known=bool(local_world))
+    alone = world == 1 or (numbers.local_known and world == numbers.local_world_size)
+    remedy = "export MASTER_ADDR and MASTER_PORT"
+    return _one_rank("a rank already", why, numbers, env, alone=alone, remedy=remedy)
 
 
 def _open_mpi(env: Mapping[str, str]) -> Place | None:
@@ -226,6 +233,8 @@ def _one_rank(name: str, why: str, rank: Rank, env: Mapping[str, str], *, alone:
         if not 0 <= value < bound:
             raise LaunchError(f"{name}: {why}: the {what} does not fit")
     master = env.get("MASTER_ADDR") or ("127.0.0.1" if alone else "")
+    if not alone and rank.local_known:
+        _reachable(name, master)
     says = f"{rank.world_size} ranks, {rank.local_world_size} of them on this node"
     return Place(
         name, why, kind="rank", nnodes=1 if alone else 2, rank=rank, nproc=rank.local_world_size,
@@ -239,7 +248,7 @@ def _one_rank(name: str, why: str, rank: Rank, env: Mapping[str, str], *, alone:
 def _slurm(env: Mapping[str, str]) -> Place | None:
     if not env.get("SLURM_JOB_ID"):
         return None
-    if not env.get("SLURM_STEP_ID"):
+    if not _is_step(env):
         nnodes = _integer(env, "SLURM_JOB_NUM_NODES", "SLURM_NNODES", default=1)
         if nnodes > 1:
             raise LaunchError(
@@ -273,6 +282,16 @@ def _slurm(env: Mapping[str, str]) -> Place | None:
     )
     where = {**env, "MASTER_ADDR": "127.0.0.1" if nnodes == 1 else master, "MASTER_PORT": str(port)}
     return _one_rank("Slurm, one task for each rank", why, rank, where, alone=nnodes == 1, remedy="")
+
+
+def _is_step(env: Mapping[str, str]) -> bool:
+    """Was this process started by srun?
+
+    The shell of salloc can be a step of its own, on the first node only, with a number out of the
+    range that Slurm keeps for such: https://github.com/SchedMD/slurm/blob/master/slurm/slurm.h
+    (SLURM_INTERACTIVE_STEP is 0xfffffffa, SLURM_BATCH_SCRIPT 0xfffffffb).
+    """
+    return bool(env.get("SLURM_STEP_ID")) and _integer(env, "SLURM_STEP_ID") < 0xFFFFFFF0
 
 
 def _first_node(env: Mapping[str, str]) -> str:
@@ -404,13 +423,18 @@ def _node(name: str, why: str, nnodes: int, node_rank: int, master: str, port: i
     """One node of several, whose numbers fit together."""
     if nnodes < 1 or not 0 <= node_rank < nnodes:
         raise LaunchError(f"{name}: {why}: node rank {node_rank} of {nnodes} nodes; ranks run from 0 on")
-    if nnodes > 1 and master in LOOPBACK:
+    if nnodes > 1:
+        _reachable(name, master)
+    return Place(name, why, nnodes=nnodes, node_rank=node_rank, master_addr=master,
+                 master_port=port or DEFAULT_PORT)  # fmt: skip
+
+
+def _reachable(name: str, master: str) -> None:
+    if is_loopback(master):
         raise LaunchError(
             f"{name}: the master address is {master}, which is another node on every node; "
             "it must be an address of the first node that the others reach"
         )
-    return Place(name, why, nnodes=nnodes, node_rank=node_rank, master_addr=master,
-                 master_port=port or DEFAULT_PORT)  # fmt: skip
 
 
 def _complete(name: str, values: Mapping[str, str | None]) -> None:
@@ -438,7 +462,9 @@ def _integer(env: Mapping[str, str], *names: str, default: int | None = None) ->
 
 
 def _port(env: Mapping[str, str], name: str) -> int | None:
-    if not env.get(name):
+    # Kubernetes gives every pod MASTER_PORT=tcp://... where a Service is called master
+    # https://kubernetes.io/docs/concepts/services-networking/service/#environment-variables
+    if not env.get(name) or "://" in env[name]:
         return None
     port = _integer(env, name)
     if not 0 < port < 65536:

@@ -13,8 +13,8 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import IO, Any
 
-POLITE = 1.5  # seconds that a launcher has to end its ranks itself
-PATIENCE = 4.0  # seconds until what is left is killed; docker stop waits for 10
+POLITE = 1.5  # seconds after which ranks that their launcher left behind are told too
+PATIENCE = 4.0  # seconds until what is left is killed, by default; docker stop waits for 10
 _PR_SET_PDEATHSIG = 1  # prctl(2)
 _PR_SET_CHILD_SUBREAPER = 36
 
@@ -70,25 +70,33 @@ class Child:
         self._done.put(code)
         return code
 
-    def end(self, number: int = signal.SIGTERM, *, hurry: Callable[[], bool] = lambda: False) -> None:
-        """End it and everything that it started: ask, after a while tell, and then kill.
+    def end(
+        self,
+        number: int = signal.SIGTERM,
+        *,
+        hurry: Callable[[], bool] = lambda: False,
+        patience: float = PATIENCE,
+    ) -> None:
+        """End it and everything that it started: ask, and kill what is left after ``patience`` seconds.
 
-        Returns when nothing is left.  ``hurry`` is asked all the time whether to kill at once.
+        Its launcher passes the signal on to the ranks.  Only ranks whose launcher has gone are told
+        here, so that one that saves a checkpoint is asked once.  Returns when nothing is left.
+        ``hurry`` is asked all the time whether to kill at once.
         """
         started = time.monotonic()
         self._signal_group(number)
         told = killed = False
         while self.alive():
             passed = time.monotonic() - started
-            if not killed and (passed > PATIENCE or hurry()):
+            if not killed and (hurry() or passed > patience):
                 killed = True
                 _signal_all(signal.SIGKILL)
-            elif not told and passed > POLITE:
+            elif not told and passed > POLITE and self.wait(0.001) is not None:
                 told = True
                 _signal_all(signal.SIGTERM)
             elif killed:
                 _signal_all(signal.SIGKILL)  # what was started in the meantime
-            if passed > PATIENCE + 3:
+            if passed > patience + 3:
                 break  # in uninterruptible sleep: nothing more can be done
             time.sleep(0.05)
         self._reader.join(timeout=1)
