@@ -76,6 +76,8 @@ def _pytest(command: Sequence[str], root: Path, engine: Engine) -> int:
         cwd=root,
         env=engine.environment,
         start_new_session=True,  # Ctrl-C reaches us first, and it once
+        # a background job of a script ignores SIGINT, and so would what it starts
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     try:
         return process.wait()

@@ -142,7 +142,13 @@ signal.signal(signal.SIGTERM, stop)
 suites._pytest([sys.executable, "-c", {TIDY!r}, {str(done)!r}], Path("."), SimpleNamespace(environment=None))
 """
     process = subprocess.Popen(
-        [sys.executable, "-c", program], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+        [sys.executable, "-c", program],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        preexec_fn=(lambda: signal.signal(signal.SIGINT, signal.SIG_IGN))
+        if number == signal.SIGTERM
+        else (lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)),
     )
     assert process.stdout is not None
     assert process.stdout.readline() == b"up\n"
