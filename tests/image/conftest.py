@@ -173,8 +173,11 @@ def image(
 def _selected(config: pytest.Config) -> str:
     """What was asked for beside this whole folder; empty where nothing was."""
     parts = [config.getoption("keyword"), config.getoption("markexpr")]
-    for option in ("deselect", "ignore", "ignore_glob", "override_ini"):
+    for option in ("deselect", "ignore", "ignore_glob"):
         parts += map(str, config.getoption(option) or ())
+    # of the settings, those that say what is collected; --strict-markers is one too, for example
+    collecting = ("python_", "norecursedirs", "testpaths", "collect_")
+    parts += [one for one in config.getoption("override_ini") or () if one.startswith(collecting)]
     parts += [name for name in ("setuponly", "setupplan") if config.getoption(name)]
     folder = str(Path(__file__).parent.relative_to(config.rootpath))
     parts += [one for one in config.args if one.rstrip("/") not in (folder, str(Path(__file__).parent))]

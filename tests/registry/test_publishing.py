@@ -344,7 +344,7 @@ def test_prune_never_takes_what_a_floating_tag_points_to(
     done = publish.prune(registry, [row.id], keep=1, dry_run=False)
     assert [one.tags for one in done.removed] == [(three[1][1],)]
     assert dict(done.kept) == {
-        three[2][1]: "one of the newest 1",
+        three[2][1]: f"{row.id}-rolled-back points to it",
         three[0][1]: f"{row.id} points to it",
     }
     gone, kept = three[1][0].digest, (three[0][0].digest, three[2][0].digest)

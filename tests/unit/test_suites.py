@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import shutil
 import signal
@@ -10,6 +11,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -161,3 +163,37 @@ suites._pytest([sys.executable, "-c", {TIDY!r}, {str(done)!r}], Path("."), Simpl
 def test_a_record_that_cannot_be_read_is_no_pass(text: str, root: Path) -> None:
     (root / "out" / ROW.id / suites.PASSED).write_text(text)
     assert not has_passed(root)
+
+
+def selected(**options: object) -> str:
+    """What tests/image says was asked for, with these options of pytest besides what we always give."""
+    spec = importlib.util.spec_from_file_location("image_conftest", ROOT / "tests/image/conftest.py")
+    assert spec
+    assert spec.loader
+    conftest = importlib.util.module_from_spec(spec)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(ROOT / "tests/image"))
+        spec.loader.exec_module(conftest)
+    given = {"override_ini": ["strict_markers=true", "strict_config=true"], **options}
+    config = SimpleNamespace(getoption=given.get, args=["tests/image"], rootpath=ROOT)
+    return str(conftest._selected(config))
+
+
+def test_the_whole_suite_is_no_selection() -> None:
+    assert selected() == ""
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"keyword": "zero3"},
+        {"deselect": ["tests/image/test_sshd.py"]},
+        {"ignore": ["tests/image/test_multinode.py"]},
+        {"ignore_glob": ["*sshd*"]},
+        {"override_ini": ["python_files=test_contract.py"]},
+        {"setupplan": True},
+    ],
+    ids=lambda options: next(iter(options)),
+)
+def test_a_part_of_the_suite_is_one_however_it_was_left_out(options: dict[str, object]) -> None:
+    assert selected(**options)
