@@ -7,13 +7,14 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
-from trainyard import gate, manifest, mirrors
+from trainyard import bases, gate, manifest, mirrors
 from trainyard.engine import BuildRequest, Engine
-from trainyard.hostenv import find_ca, torch_wheels
-from trainyard.model import Row, StepFailed
+from trainyard.hostenv import find_ca, host_arch, torch_wheels
+from trainyard.model import Arch, Row, StepFailed
 from trainyard.plan import CONTENTS_LABEL, Item
 
 #: Where an image waits for its gate; never a name that anybody pulls.
@@ -78,6 +79,28 @@ def build_twin(item: Item, root: Path, engine: Engine, on_step: Callable[[str], 
     fresh.chmod(0o755)  # BuildKit makes it for root alone, and tests also run as other users
     shutil.rmtree(out / "twin", ignore_errors=True)
     return fresh.rename(out / "twin")
+
+
+def build_chromium(
+    item: Item, root: Path, recipe: Path, tag: str, engine: Engine, on_step: Callable[[str], None]
+) -> None:
+    """Build the image with the browser of the tests, on the item's base but for this host's CPU."""
+    base = item.base
+    if item.row.base.arch != host_arch():
+        native = replace(item.row.base, arch=cast(Arch, host_arch()))
+        base = bases.resolve_base(native, "auto", engine)
+    with _secrets(item.row) as secrets:
+        engine.build(
+            BuildRequest(
+                dockerfile=recipe,
+                context=recipe.parent,
+                log=root / "out" / item.row.id / "chromium.log",
+                args={"BASE": base.ref},
+                secrets=secrets,
+                tag=tag,
+            ),
+            on_step,
+        )
 
 
 def _request(

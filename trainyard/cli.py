@@ -35,7 +35,6 @@ from trainyard import (
     lock,
     manifest,
     matrix,
-    provision,
     readme,
     render,
     resolve,
@@ -484,10 +483,11 @@ def test_(
 
 def run_suite(engine: Engine, item: Item, pytest_args: Sequence[str] = ()) -> None:
     """Run the image tests of one built row."""
-    provision.install_tools(suites.tools(item.row), say)
     with engine.exclusive(item.row.id, say):
         with progress(f"{item.row.id} twin") as on_step:
             twin = suites.twin(item, ROOT, engine, on_step)
+        with progress(f"{item.row.id} browser") as on_step:
+            suites.chromium(item, ROOT, engine, on_step)
         suites.run(item, ROOT, engine, twin, pytest_args, say)
 
 

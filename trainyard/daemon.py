@@ -231,6 +231,7 @@ def dockerd_config(at: Layout, pool: ipaddress.IPv4Network) -> dict[str, Any]:
     return {
         "runtimes": {"nvidia": {"path": str(nvidia)}} if nvidia else {},
         "bridge": at.bridge,
+        "mtu": network.uplink_mtu(),
         "iptables": False,
         "ip6tables": False,
         "default-address-pools": [{"base": str(pool), "size": 24}],

@@ -16,6 +16,8 @@ from trainyard.model import StepFailed
 
 POOLS = ("192.168.208.0/20", "172.30.240.0/20", "10.213.192.0/20", "10.87.64.0/20")
 
+ETHERNET = 1500  # bytes
+
 
 # -- addresses -----------------------------------------------------------------------------
 
@@ -76,6 +78,21 @@ def choose_pool(at: Layout) -> ipaddress.IPv4Network:
     resolv = Path("/etc/resolv.conf")
     text = resolv.read_text() if resolv.exists() else ""
     return pick_pool(used_networks(routes, text), read_pool(at))
+
+
+def uplink_mtu(sys_class_net: Path = Path("/sys/class/net")) -> int:
+    """Bytes that fit into a packet on the way out of this host, at most Ethernet's 1500.
+
+    Behind a VPN or in some clouds it is less.  A container that does not know sends packets that
+    never arrive: connections open, and transfers hang.
+    https://docs.docker.com/engine/network/drivers/bridge/#default-bridge-network
+    """
+    routes = _ip("-4", "route", "show", "default").stdout
+    found = [ETHERNET]
+    for name in re.findall(r"^default\b.*?\bdev (\S+)", routes, re.MULTILINE):
+        with contextlib.suppress(OSError, ValueError):
+            found.append(int((sys_class_net / name / "mtu").read_text()))
+    return min(found)
 
 
 def _ip(*args: str) -> subprocess.CompletedProcess[str]:

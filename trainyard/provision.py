@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Mapping
 from pathlib import Path
 
 from trainyard import apt
@@ -16,7 +15,7 @@ from trainyard.address import (
     client_candidates,
     parse_version,
 )
-from trainyard.hostenv import Say, ask, find_tool, is_root, os_release
+from trainyard.hostenv import Say, ask, find_tool, os_release
 from trainyard.model import InputError, StepFailed
 
 
@@ -87,23 +86,3 @@ def advice(problem: str | None, hint: str) -> str:
     """What to do where there is no engine: why there is none, what to install, and a hint."""
     what = "Please install Docker with buildx >= 0.13 and start it, or set DOCKER_HOST."
     return " ".join(part for part in (problem, what, hint) if part)
-
-
-def install_tools(tools: Mapping[str, str], say: Say) -> None:
-    """Install what tests need on this host from the distribution: tool -> package.
-
-    Raises InputError, with the packages to install, where this user cannot.
-    """
-    missing = sorted({package for tool, package in tools.items() if find_tool(tool) is None})
-    if not missing:
-        return
-    if not is_root() or not apt.has_apt():
-        raise InputError(
-            f"the tests need {', '.join(missing)}, which only root can install here with apt-get"
-        )
-    say(f"Looking for the packages {' '.join(missing)}, which the tests need")
-    with apt.Apt(say) as manager:
-        manager.update()
-        if unknown := [package for package in missing if not manager.offers(package)]:
-            raise InputError(f"the tests need {', '.join(unknown)}, which this distribution does not have")
-        manager.install(missing)

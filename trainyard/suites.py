@@ -15,14 +15,16 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from trainyard import manifest
-from trainyard.builder import build_twin
+from trainyard.builder import build_chromium, build_twin
 from trainyard.engine import Engine
 from trainyard.hostenv import Say
-from trainyard.model import Row, StepFailed
+from trainyard.model import StepFailed
 from trainyard.plan import Item
 
 #: Written beside the report when a whole suite passed: which image, and which suite.
 PASSED = "tested.json"
+#: What the image with the tests' browser is built from.
+CHROMIUM = Path("tests/image/chromium.Dockerfile")
 #: Seconds that an interrupted suite gets to remove its containers.
 CLEANUP = 60
 
@@ -92,9 +94,17 @@ def _pytest(command: Sequence[str], root: Path, engine: Engine) -> int:
         raise
 
 
-def tools(row: Row) -> dict[str, str]:
-    """Programs that a row's tests need on this host, and Debian's packages with them."""
-    return {"chromium": "chromium", "chromedriver": "chromium-driver"} if row.has_jupyter else {}
+def chromium_reference(root: Path) -> str:
+    """The image with the tests' browser: one for all rows, another once its recipe changes."""
+    recipe = (root / CHROMIUM).read_bytes()
+    return f"trainyard-chromium:{hashlib.sha256(recipe).hexdigest()[:12]}"
+
+
+def chromium(item: Item, root: Path, engine: Engine, on_step: Callable[[str], None]) -> None:
+    """Build the browser that JupyterLab is looked at with, where the row has it and the engine not yet."""
+    reference = chromium_reference(root)
+    if item.row.has_jupyter and engine.image(reference) is None:
+        build_chromium(item, root, root / CHROMIUM, reference, engine, on_step)
 
 
 def suite_id(root: Path) -> str:

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from trainyard import engine, provision
+from trainyard import apt, engine
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "image"))
 
@@ -72,8 +72,8 @@ def nodes(tmp_path: Path, docker: engine.Engine) -> Iterator[Nodes]:
     folder = tmp_path / f"compose-{uuid.uuid4().hex[:8]}"  # compose names its project after the folder
     shutil.copytree(EXAMPLE, folder)
     found = Nodes(folder, docker.environment | {"IMAGE": IMAGE})
-    if found.command() == ["docker-compose"]:
-        provision.install_tools({"docker-compose": "docker-compose"}, print)
+    if found.command() == ["docker-compose"] and shutil.which("docker-compose") is None:
+        apt.install(["docker-compose"], print)
     try:
         yield found
     finally:

@@ -2,29 +2,37 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import time
+import urllib.request
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
-from containers import VENV, Container, Image
+from containers import LABEL, VENV, Container, Image
+from docker.models.containers import Container as DockerContainer
 from docker.types import Mount
 from selenium.common.exceptions import WebDriverException
-from selenium.webdriver import ActionChains, Chrome, ChromeOptions, ChromeService, Keys
+from selenium.webdriver import ActionChains, ChromeOptions, Keys, Remote
 from selenium.webdriver.common.by import By
+from selenium.webdriver.common.proxy import Proxy, ProxyType
+from selenium.webdriver.remote.client_config import ClientConfig
+from selenium.webdriver.remote.webdriver import WebDriver
 from selenium.webdriver.support.wait import WebDriverWait
 
-from trainyard import hostenv
+from trainyard import suites
 
 pytestmark = pytest.mark.only("has_jupyter")
 
 TOKEN = "9c1185a5c5e9fc54612808977ee8f548"
 USERS = ("0", "1000:1000", "12345:12345")
-SECONDS = 60  # for JupyterLab to answer in
+SECONDS = 60  # for JupyterLab, or chromedriver, to answer in
+DRIVER = "9515/tcp"
+NO_PROXY = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 # -- helpers -------------------------------------------------------------------------------
 
@@ -321,33 +329,50 @@ print("torch", torch.__version__, "trained" if losses[1] < losses[0] else "did n
 
 
 @pytest.fixture
-def browser(tmp_path: Path) -> Iterator[Chrome]:
-    """The distribution's Chromium, with the chromedriver of the same build."""
-    chromium, driver = hostenv.find_tool("chromium"), hostenv.find_tool("chromedriver")
-    if chromium is None or driver is None:
-        pytest.fail("Chromium is missing: apt-get install chromium chromium-driver", pytrace=False)
+def browser(image: Image, request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[WebDriver]:
+    """Chromium in a container of its own, so that no host needs one."""
+    reference = suites.chromium_reference(request.config.rootpath)
+    if not image.client.images.list(reference):
+        pytest.fail(f"no browser: `python build.py test {image.row.id}` builds {reference}", pytrace=False)
     options = ChromeOptions()
-    options.binary_location = str(chromium)
     for argument in (
         "--headless=new",
         "--window-size=1280,900",
-        "--no-sandbox",  # with it, Chromium refuses to run as root
-        "--disable-dev-shm-usage",
+        "--no-sandbox",  # it needs more than an ordinary container may do
         "--no-proxy-server",  # containers are not behind the host's proxy
-        f"--user-data-dir={tmp_path / 'profile'}",
     ):
         options.add_argument(argument)
+    raw = image.client.containers.run(
+        reference,
+        detach=True,
+        labels={LABEL: "1"},
+        ports={DRIVER: ("127.0.0.1", 0)},  # a free one
+        shm_size="512m",
+    )
     try:
-        chrome = Chrome(
-            options=options, service=ChromeService(str(driver), log_output=str(tmp_path / "driver.log"))
-        )
-    except WebDriverException as error:
-        pytest.fail(f"Chromium does not start: {error.msg}", pytrace=False)
-    try:
+        address = _driver_address(raw)
+        direct = ClientConfig(address, proxy=Proxy({"proxyType": ProxyType.DIRECT}))
+        chrome = Remote(address, options=options, client_config=direct)
         yield chrome
-    finally:
         chrome.save_screenshot(str(tmp_path / "last.png"))  # what it showed in the end, for a failure
         chrome.quit()
+    finally:
+        raw.remove(force=True, v=True)
+
+
+def _driver_address(raw: DockerContainer) -> str:
+    """Where chromedriver answers, once it does."""
+    for _ in range(SECONDS * 5):
+        raw.reload()
+        assert raw.status in ("created", "running"), raw.logs().decode()
+        for published in (raw.attrs["NetworkSettings"]["Ports"] or {}).get(DRIVER) or ():
+            address = f"http://127.0.0.1:{published['HostPort']}"
+            with contextlib.suppress(OSError, ValueError):
+                status = json.load(NO_PROXY.open(f"{address}/status", timeout=5))
+                if status["value"]["ready"]:
+                    return address
+        time.sleep(0.2)
+    pytest.fail(f"chromedriver does not answer: {raw.logs().decode()}", pytrace=False)
 
 
 def address_of(container: Container) -> str:
@@ -357,10 +382,10 @@ def address_of(container: Container) -> str:
     return f"http://{next(network['IPAddress'] for network in networks)}:8888"
 
 
-def click(wait: WebDriverWait[Chrome], selector: str) -> None:
+def click(wait: WebDriverWait[WebDriver], selector: str) -> None:
     """Click on what comes, once it can be: JupyterLab builds its page piece by piece."""
 
-    def clicked(browser: Chrome) -> bool:
+    def clicked(browser: WebDriver) -> bool:
         try:
             browser.find_element(By.CSS_SELECTOR, selector).click()
         except WebDriverException:  # not there yet, hidden, covered, or just replaced
@@ -371,7 +396,7 @@ def click(wait: WebDriverWait[Chrome], selector: str) -> None:
 
 
 def test_a_notebook_trains_in_a_browser(
-    image: Image, browser: Chrome, request: pytest.FixtureRequest
+    image: Image, browser: WebDriver, request: pytest.FixtureRequest
 ) -> None:
     """Shut out without the token; in with it; a notebook, a cell, its output. Keeps out/<id>/jupyter.png."""
     wait = WebDriverWait(browser, 180)  # a cold disk and a busy host have taken more than 90
@@ -391,7 +416,8 @@ def test_a_notebook_trains_in_a_browser(
         wait.until(lambda b: "| Idle" in b.find_element(By.ID, "jp-main-statusbar").text, "no kernel")
         click(wait, ".jp-Notebook .jp-CodeCell .cm-content")
         # as a paste would: keys one by one get the editor's own indentation on top
-        browser.execute_cdp_cmd("Input.insertText", {"text": CELL.strip()})
+        paste = {"cmd": "Input.insertText", "params": {"text": CELL.strip()}}
+        browser.execute("executeCdpCommand", paste)
         ActionChains(browser).key_down(Keys.SHIFT).send_keys(Keys.ENTER).key_up(Keys.SHIFT).perform()
         printed = wait.until(
             lambda b: [e.text for e in b.find_elements(By.CSS_SELECTOR, ".jp-OutputArea-output") if e.text],

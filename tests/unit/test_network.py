@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ipaddress
 import json
+import subprocess
+from pathlib import Path
 
 import pytest
 
@@ -49,3 +51,24 @@ def test_only_bridges_of_dockers_own_making_inside_the_pool_are_ours() -> None:
     assert network.bridges_in(pool, text) == ["br-0123456789ab"]
     assert network.bridges_in(None, text) == []
     assert network.bridges_in(pool, "") == []
+
+
+@pytest.mark.parametrize(
+    ("routes", "mtu"),
+    [
+        ("default via 192.0.2.1 dev eth0 proto dhcp\n", 1500),
+        ("default via 192.0.2.1 dev eth0\ndefault via 10.1.0.1 dev vpn metric 50\n", 1380),
+        ("default dev vpn scope link\n", 1380),
+        ("default via 192.0.2.1 dev jumbo\n", 1500),
+        ("default via 192.0.2.1 dev gone\n", 1500),
+        ("", 1500),
+    ],
+)
+def test_containers_send_no_larger_packets_than_the_uplink_carries(
+    routes: str, mtu: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, size in {"eth0": "1500\n", "vpn": "1380\n", "jumbo": "9001\n"}.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "mtu").write_text(size)
+    monkeypatch.setattr(network, "_ip", lambda *_: subprocess.CompletedProcess([], 0, routes))
+    assert network.uplink_mtu(tmp_path) == mtu

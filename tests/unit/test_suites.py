@@ -9,13 +9,13 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
-from shipped import BY_ID, ROOT
+from shipped import BY_ID, ROOT, ROWS
 
 from trainyard import suites
 from trainyard.bases import BaseImage
@@ -197,3 +197,22 @@ def test_the_whole_suite_is_no_selection() -> None:
 )
 def test_a_part_of_the_suite_is_one_however_it_was_left_out(options: dict[str, object]) -> None:
     assert selected(**options)
+
+
+def test_a_browser_is_built_once_and_only_where_there_is_jupyterlab(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    built: list[str] = []
+    monkeypatch.setattr(suites, "build_chromium", lambda *arguments: built.append(arguments[3]))
+    assert {row.has_jupyter for row in ROWS} == {True, False}
+    for row in ROWS:
+        built.clear()
+        for image in (None, "sha256:a"):
+            suites.chromium(replace(ITEM, row=row), root, cast(Engine, Tagged(image)), lambda _step: None)
+        assert built == ([suites.chromium_reference(root)] if row.has_jupyter else [])
+
+
+def test_another_recipe_is_another_browser(root: Path) -> None:
+    before = suites.chromium_reference(root)
+    (root / suites.CHROMIUM).write_text("FROM scratch")
+    assert suites.chromium_reference(root) != before
