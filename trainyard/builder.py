@@ -88,7 +88,7 @@ def build_chromium(
     base = item.base
     if item.row.base.arch != host_arch():
         native = replace(item.row.base, arch=cast(Arch, host_arch()))
-        base = bases.resolve_base(native, "auto", engine)
+        base = bases.resolve_base(native, "auto", engine, on_step)
     with _secrets(item.row) as secrets:
         engine.build(
             BuildRequest(

@@ -33,6 +33,7 @@ from trainyard.address import (
     client_candidates,
     engine_info,
     host_engine,
+    parse_version,
 )
 from trainyard.hostenv import Say, silent
 from trainyard.layout import Layout, layout, locked
@@ -148,7 +149,8 @@ def _start(at: Layout, client: Path, say: Say) -> None:
     if pool != network.read_pool(at):  # the networks that dockerd remembers have the old addresses
         shutil.rmtree(at.data / "network", ignore_errors=True)
         at.pool_file.write_text(f"{pool}\n")
-    at.dockerd_config.write_text(json.dumps(dockerd_config(at, pool), indent=2) + "\n")
+    version = parse_version(hostenv.ask([str(hostenv.find_tool("dockerd")), "--version"]).stdout)
+    at.dockerd_config.write_text(json.dumps(dockerd_config(at, pool, version), indent=2) + "\n")
     at.containerd_config.write_text(containerd_config(at))
     network.connect(at)
     at.log.write_bytes(b"")
@@ -213,8 +215,8 @@ def dockerd_flags(at: Layout) -> list[str]:
     ]
 
 
-def dockerd_config(at: Layout, pool: ipaddress.IPv4Network) -> dict[str, Any]:
-    """The engine's own daemon.json.
+def dockerd_config(at: Layout, pool: ipaddress.IPv4Network, version: tuple[int, ...]) -> dict[str, Any]:
+    """The engine's own daemon.json, for a dockerd of this version.
 
     Firewall rules are ours (:func:`trainyard.network.firewall_rules`): a dockerd that makes its
     own would empty the chains of another engine on this host when it starts.  Published ports
@@ -228,10 +230,14 @@ def dockerd_config(at: Layout, pool: ipaddress.IPv4Network) -> dict[str, Any]:
     """
     half = shutil.disk_usage(at.root).total // 2 // 2**30  # dockerd's "GB" is 2**30 bytes
     nvidia = hostenv.find_tool("nvidia-container-runtime")
-    return {
+    mtu = network.uplink_mtu()
+    # "mtu" is for the default network only, https://github.com/moby/moby/issues/34981; Docker 23 has no
+    # setting for the others, and does not start with one that it does not know
+    of_networks = {"default-network-opts": {"bridge": {"com.docker.network.driver.mtu": str(mtu)}}}
+    return (of_networks if version >= (24,) else {}) | {
         "runtimes": {"nvidia": {"path": str(nvidia)}} if nvidia else {},
         "bridge": at.bridge,
-        "mtu": network.uplink_mtu(),
+        "mtu": mtu,
         "iptables": False,
         "ip6tables": False,
         "default-address-pools": [{"base": str(pool), "size": 24}],

@@ -15,7 +15,6 @@ from trainyard.layout import Layout
 from trainyard.model import StepFailed
 
 POOLS = ("192.168.208.0/20", "172.30.240.0/20", "10.213.192.0/20", "10.87.64.0/20")
-
 ETHERNET = 1500  # bytes
 
 
@@ -84,8 +83,7 @@ def uplink_mtu(sys_class_net: Path = Path("/sys/class/net")) -> int:
     """Bytes that fit into a packet on the way out of this host, at most Ethernet's 1500.
 
     Behind a VPN or in some clouds it is less.  A container that does not know sends packets that
-    never arrive: connections open, and transfers hang.
-    https://docs.docker.com/engine/network/drivers/bridge/#default-bridge-network
+    never arrive: connections open, and transfers hang.  https://github.com/moby/moby/issues/34981
     """
     routes = _ip("-4", "route", "show", "default").stdout
     found = [ETHERNET]

@@ -79,7 +79,8 @@ def chromium(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Chrome]:
     found = {name: shutil.which(name) for name in ("chromium", "chromedriver")}
     if missing := [name for name, path in found.items() if path is None]:
         pytest.fail(
-            f"{' and '.join(missing)} missing. Run: apt-get install chromium chromium-driver",
+            f"{' and '.join(missing)} missing. On Debian: apt-get install chromium chromium-driver. Ubuntu "
+            "has them as a snap only: `make browser` does not run there.",
             pytrace=False,
         )
     options = Options()

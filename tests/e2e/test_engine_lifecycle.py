@@ -20,7 +20,7 @@ from pathlib import Path
 
 import pytest
 
-from trainyard import bases, daemon, owned
+from trainyard import bases, daemon, network, owned
 from trainyard.engine import Engine
 from trainyard.layout import Layout, layout
 from trainyard.model import Base, StepFailed
@@ -190,6 +190,19 @@ def test_builds_and_containers_have_a_network_and_names(yard: Yard, base: str, t
     outside = engine.cli("run", "--rm", "--network", "pair", base, "apt-get", "-q", "update")
     assert "Failed" not in outside.stdout + outside.stderr
     engine.cli("rm", "--force", "server")
+
+
+def test_no_container_sends_larger_packets_than_the_uplink_carries(
+    yard: Yard, base: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(network, "uplink_mtu", lambda: 1380)  # as behind a VPN; no default of Docker's
+    daemon.stop()
+    engine = yard.ensure()
+    engine.cli("network", "create", "narrow")
+    for name in ("bridge", "narrow"):
+        done = engine.cli("run", "--rm", "--network", name, base, "cat", "/sys/class/net/eth0/mtu")
+        assert done.stdout == "1380\n", (name, done.stderr)
+    engine.cli("network", "rm", "narrow")
 
 
 def start_long_build(engine: Engine, base: str, folder: Path) -> subprocess.Popen[str]:

@@ -13,7 +13,7 @@ RUN --mount=type=secret,id=apt.conf --mount=type=secret,id=apt.list --mount=type
         tini; \
     apt-get clean; \
     rm -rf /var/lib/apt/lists/*
-# Chromium's own sandbox needs more than an ordinary container may do, hence another user than root.
+# Chromium's own sandbox needs more than an ordinary container may do and is off: so not as root.
 RUN useradd --create-home --uid 1000 browser
 USER 1000
 EXPOSE 9515

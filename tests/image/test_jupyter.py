@@ -338,7 +338,7 @@ def browser(image: Image, request: pytest.FixtureRequest, tmp_path: Path) -> Ite
     for argument in (
         "--headless=new",
         "--window-size=1280,900",
-        "--no-sandbox",  # it needs more than an ordinary container may do
+        "--no-sandbox",  # see chromium.Dockerfile
         "--no-proxy-server",  # containers are not behind the host's proxy
     ):
         options.add_argument(argument)
@@ -352,7 +352,11 @@ def browser(image: Image, request: pytest.FixtureRequest, tmp_path: Path) -> Ite
     try:
         address = _driver_address(raw)
         direct = ClientConfig(address, proxy=Proxy({"proxyType": ProxyType.DIRECT}))
-        chrome = Remote(address, options=options, client_config=direct)
+        try:
+            chrome = Remote(address, options=options, client_config=direct)
+        except WebDriverException as error:
+            log = raw.logs().decode()
+            pytest.fail(f"Chromium does not start in {reference}: {error.msg}\n{log}", pytrace=False)
         yield chrome
         chrome.save_screenshot(str(tmp_path / "last.png"))  # what it showed in the end, for a failure
         chrome.quit()

@@ -9,9 +9,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from trainyard import daemon
+from trainyard import daemon, network
 from trainyard.layout import Layout
 from trainyard.model import InputError
+
+POOL = ipaddress.IPv4Network("10.9.0.0/20")
 
 
 def test_an_unknown_choice_of_engine_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -43,5 +45,17 @@ def test_the_build_cache_may_fill_half_of_the_disk_and_cache_mounts_do_not_go_fi
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(shutil, "disk_usage", lambda _path: SimpleNamespace(total=500 * 2**30))
-    config = daemon.dockerd_config(Layout(tmp_path), ipaddress.IPv4Network("10.9.0.0/20"))
+    config = daemon.dockerd_config(Layout(tmp_path), POOL, (26, 1, 5))
     assert config["builder"]["gc"] == {"enabled": True, "policy": [{"keepStorage": "250GB", "all": True}]}
+
+
+def test_an_old_dockerd_gets_no_setting_that_it_does_not_know(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(network, "uplink_mtu", lambda: 1380)
+    new, old = (
+        daemon.dockerd_config(Layout(tmp_path), POOL, version) for version in ((24, 0, 0), (23, 0, 9))
+    )
+    assert new.pop("default-network-opts") == {"bridge": {"com.docker.network.driver.mtu": "1380"}}
+    assert new == old
+    assert old["mtu"] == 1380
